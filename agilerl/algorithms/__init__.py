@@ -1,0 +1,1 @@
+"""Algorithms that train a language model, and the shells they share."""
