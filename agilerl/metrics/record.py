@@ -26,11 +26,10 @@ class AgentRecord:
     """Speed of the last closed training block."""
     _opened: float | None = field(default=None, repr=False, compare=False)
 
-    def add_scores(self, scores: Sequence[Score]) -> None:
+    def add_scores(self, scores: Sequence[float | Sequence[float]]) -> None:
         """Append ``scores``, each a number or a list of numbers."""
-        self.scores.extend(
-            [float(s) for s in score] if isinstance(score, (list, tuple)) else float(score) for score in scores
-        )
+        for score in scores:
+            self.scores.append([float(one) for one in score] if isinstance(score, Sequence) else float(score))
 
     def open(self) -> None:
         """Start a training block; a block left open is closed without rows."""

@@ -10,7 +10,7 @@ from agilerl.metrics.log import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 __all__ = ["ConsoleSink"]
 
@@ -43,7 +43,7 @@ class ConsoleSink:
         self._every_s = every_s
         self._last_line: float | None = None
         self._progress: Progress | None = None
-        self._tasks: dict[object, int] = {}
+        self._tasks: dict[object, TaskID] = {}
         self._started = time.perf_counter()
         self._first_rows: int | None = None
 
@@ -104,12 +104,12 @@ class ConsoleSink:
         if agent not in self._tasks:
             label = "training" if not self._tasks else f"agent {agent}"
             if len(self._tasks) == 1:
-                first = next(iter(self._tasks))
-                progress.update(self._tasks[first], description=f"agent {first}")  # type: ignore[arg-type]
+                first, task = next(iter(self._tasks.items()))
+                progress.update(task, description=f"agent {first}")
             self._tasks[agent] = progress.add_task(
                 label, total=self.total_rows, completed=self._first_rows or 0, speed=""
             )
-        progress.update(self._tasks[agent], completed=rows, speed=_speed_text(record))  # type: ignore[arg-type]
+        progress.update(self._tasks[agent], completed=rows, speed=_speed_text(record))
 
     def _start_progress(self) -> Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -59,7 +59,7 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run. Never asks for a login: without a key it records offline.
 
-    Rows are the step axis of every chart and are logged as a value, so points arrive even when two of them share a step.
+    Rows are the step axis of every chart and are logged as a value, so points that share a step all arrive.
     """
 
     def __init__(self, *, config: Mapping[str, Any] | None = None, api_key: str | None = None, **kwargs: Any) -> None:
