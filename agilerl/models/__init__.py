@@ -1,0 +1,1 @@
+"""A causal language model and its adapters: build, wrap, share, and run without padding."""

@@ -1,0 +1,163 @@
+"""Attention for a packed row: every sample attends to itself and to nothing else.
+
+A packed row holds several samples one after the other, ``[1, T]``. The function here is registered with transformers'
+attention interface under the name `SEGMENTED`; a model computes with it while its configuration names it, which
+`Packer.running` sees to. The boundaries are looked up by the identity of the configuration object, which all attention
+modules of one model share and no two models do. They are kept for the whole process and not per thread, because
+gradient checkpointing recomputes blocks in threads that belong to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from agilerl.errors import ModelError
+
+__all__ = ["SEGMENTED", "Segments", "attend", "segmented_attention"]
+
+SEGMENTED = "agilerl_segments"
+
+# Named arguments that describe the call and do not change what has to be computed per sample.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "cache_position",
+        "indices",
+        "head_mask",
+        "past_key_values",
+        "position_embeddings",
+    }
+)
+
+
+@dataclass
+class Segments:
+    """Boundaries of the samples in the packed row that a model is computing, and how often attention asked for them."""
+
+    lengths: tuple[int, ...]
+    calls: int = 0
+
+
+_active: dict[int, Segments] = {}
+
+
+@contextmanager
+def attend(configs: Sequence[Any], lengths: Iterable[int]) -> Iterator[Segments]:
+    """Make models with these configuration objects compute on a packed row of the given sample lengths."""
+    before = [config._attn_implementation_internal for config in configs]
+    segments = Segments(tuple(lengths))
+    try:
+        for config in configs:
+            _active[id(config)] = segments
+            # The internal field: the public setter also rewrites nested configurations, which may differ on purpose.
+            config._attn_implementation_internal = SEGMENTED
+        yield segments
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+            _active.pop(id(config), None)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Causal, banded to the last `window` positions, ``[l, l]``; True where attention is allowed."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    return mask if window is None or length <= window else mask.triu_(1 - window)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with the terms that SDPA lacks: capped scores and attention sinks."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    exact = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
+        weights = torch.cat([scores, column], -1).softmax(-1, dtype=exact)[..., :-1]
+    else:
+        weights = scores.softmax(-1, dtype=exact)
+    return weights.to(v.dtype) @ v
+
+
+def segmented_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample of a packed row.
+
+    Args:
+        module: The attention module that calls; its configuration tells which packed row is being computed.
+        query: ``[1, heads, T, d]``.
+        key: ``[1, key heads, T, d]``.
+        value: ``[1, key heads, T, d]``.
+        attention_mask: Must be None: the boundaries replace it.
+        scaling: Factor of the scores; None means ``d ** -0.5``.
+        dropout: Probability of attention dropout.
+        sliding_window: Positions that a token sees, itself included.
+        softcap: Bound of the scores, ``s * tanh(score / s)``.
+        s_aux: Attention sinks, one score per head.
+        **kwargs: What else a model hands over. Anything that could change the result is refused.
+
+    Returns:
+        ``[1, T, heads, d]`` and None for the attention weights.
+
+    Raises:
+        ModelError: The call cannot be served exactly.
+    """
+    unknown = [name for name, v in kwargs.items() if isinstance(v, Tensor) and name not in _HARMLESS]
+    if attention_mask is not None or unknown:
+        found = ", ".join(unknown) or "attention_mask"
+        raise ModelError(f"Packed attention was given {found}, which it cannot honour; use the padded path instead.")
+    segments = _active.get(id(getattr(module, "config", None)))
+    if segments is None or query.shape[2] != sum(segments.lengths) or key.shape[2] != query.shape[2]:
+        raise ModelError("Packed attention was called outside of a packed micro-batch; use Packer.running.")
+    segments.calls += 1
+    needs_explicit = bool(softcap) or s_aux is not None
+    grouped = query.shape[1] != key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs: list[Tensor] = []
+    lengths = list(segments.lengths)
+    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
+        length = q.shape[2]
+        if needs_explicit:
+            outputs.append(_explicit(q, k, v, scale, _window_mask(length, sliding_window, q.device), softcap, s_aux))
+            continue
+        banded = sliding_window is not None and length > sliding_window
+        mask = _window_mask(length, sliding_window, q.device) if banded else None
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+        )
+    # The copy that the joining makes leaves the heads next to each other, as the output projection wants them.
+    return torch.cat([out.transpose(1, 2) for out in outputs], 1), None
+
+
+AttentionInterface.register(SEGMENTED, segmented_attention)
+AttentionMaskInterface.register(SEGMENTED, lambda *args, **kwargs: None)
