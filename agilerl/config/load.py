@@ -1,0 +1,199 @@
+"""A YAML file and command-line overrides -> one checked :class:`RunConfig`, or all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from agilerl.config.names import suggest
+from agilerl.config.schema import RunConfig
+from agilerl.config.yaml import Document, dump, parse
+from agilerl.errors import ConfigError
+
+__all__ = ["LoadedConfig", "load_config"]
+
+_COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked description and where each setting came from."""
+
+    config: RunConfig
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """``section.key`` -> ``run.yaml:7``, ``command line`` or ``checkpoint``; what is not listed has its default."""
+
+    def source(self, path: str) -> str:
+        """Where the setting ``section.key`` came from."""
+        return self.sources.get(path, "default")
+
+    def rows(self, *, only_given: bool = False) -> list[tuple[str, str, str]]:
+        """(setting, value, source) of every setting, or of those that were given."""
+        table = []
+        for section, settings in self.config.to_dict().items():
+            for key, value in settings.items():
+                path = f"{section}.{key}"
+                if not only_given or path in self.sources:
+                    table.append((path, _short(value), self.source(path)))
+        return table
+
+    def to_yaml(self) -> str:
+        """All settings as a file that :func:`load_config` reads."""
+        return dump(self.config.to_dict())
+
+
+@dataclass
+class _Draft:
+    """Settings on their way to the schema."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def put(self, path: list[str], value: Any, source: str) -> None:
+        """Set one value, making the mappings on the way."""
+        target: Any = self.values
+        for depth, key in enumerate(path[:-1]):
+            if isinstance(target, dict) and target.get(key) is None:
+                target[key] = {}
+            target = target[key] if isinstance(target, dict) else None
+            if not isinstance(target, dict):
+                held = ".".join(path[: depth + 1])
+                self.problems.append(f"{source}: {'.'.join(path)} cannot be set, {held} is not a group of settings")
+                return
+        target[path[-1]] = value
+        self.sources[".".join(path[:2])] = source
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    options: Mapping[str, str | None] | None = None,
+    base: Mapping[str, Any] | None = None,
+    prefer: str = "sft",
+) -> LoadedConfig:
+    """Read, override and check a run description.
+
+    Args:
+        path: YAML file; ``None``: only defaults and overrides.
+        overrides: ``section.key=value`` texts; they win over the file.
+        options: Dotted setting -> value of a named command-line option (``--model``); ``None`` values are skipped. They
+            win over everything.
+        base: Settings of an earlier run (its checkpoint); the file and the overrides win over them.
+        prefer: Section whose names are suggested first.
+
+    Raises:
+        ConfigError: Anything is wrong; the message lists all of it.
+    """
+    draft = _Draft()
+    for section, settings in (base or {}).items():
+        for key, value in dict(settings).items():
+            draft.put([section, key], value, "checkpoint")
+    name = Path(path).name if path is not None else ""
+    document = _read(Path(path), draft) if path is not None else Document()
+    _merge(document, name, draft)
+    for text in overrides:
+        _override(text, draft)
+    for dotted, value in (options or {}).items():
+        if value is not None:
+            draft.put(dotted.split("."), value, _COMMAND_LINE)
+    config = _check(draft, document, name, prefer)
+    if config is None or draft.problems:
+        raise ConfigError(_tell(draft.problems, name))
+    return LoadedConfig(config, dict(draft.sources))
+
+
+def _read(path: Path, draft: _Draft) -> Document:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no file {path}; give a YAML run description or section.key=value settings."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a run description: {error}.") from None
+    document = parse(text)
+    if document.problems:
+        draft.problems.extend(document.problems)
+    elif document.value is None:
+        draft.problems.append("the file is empty; leave it out to use the defaults")
+    elif not isinstance(document.value, dict):
+        kind = "a list" if isinstance(document.value, list) else "a single value"
+        draft.problems.append(f"the file holds {kind}; it must hold sections such as 'sft:' with settings below them")
+    return document
+
+
+def _merge(document: Document, name: str, draft: _Draft) -> None:
+    if not isinstance(document.value, dict):
+        return
+    for section, settings in document.value.items():
+        if not isinstance(settings, dict):
+            if settings is not None or section not in RunConfig.model_fields:
+                draft.values[section] = settings
+            continue
+        for key, value in settings.items():
+            draft.put([section, key], value, f"{name}:{document.lines.get(f'{section}.{key}', 1)}")
+
+
+def _override(text: str, draft: _Draft) -> None:
+    dotted, equals, raw = text.partition("=")
+    path = [part.strip() for part in dotted.split(".")]
+    if not equals or len(path) < 2 or not all(path):
+        draft.problems.append(f"command line: '{text}' is not a setting; write section.key=value, such as sft.lr=2e-5")
+        return
+    document = parse(raw)
+    if document.problems:
+        draft.problems.append(f"command line: the value of {dotted} is not valid YAML; put it in quotes: '{text}'")
+        return
+    draft.put(path, document.value, _COMMAND_LINE)
+
+
+def _check(draft: _Draft, document: Document, name: str, prefer: str) -> RunConfig | None:
+    try:
+        return RunConfig.model_validate(draft.values)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            draft.problems.append(_sentence(dict(problem), draft, document, prefer))
+        return None
+
+
+def _sentence(problem: dict[str, Any], draft: _Draft, document: Document, prefer: str) -> str:
+    path = [str(part) for part in problem["loc"]]
+    dotted = ".".join(path)
+    source = draft.sources.get(".".join(path[:2]), "")
+    line = document.lines.get(dotted)
+    where = f"line {line}: " if line and source != _COMMAND_LINE else f"{source}: " if source == _COMMAND_LINE else ""
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"{where}there is no setting {dotted}; {suggest(RunConfig, path, prefer)}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}{dotted} is {_short(problem['input'])}, but must be a group of settings"
+    if kind == "missing":
+        return f"{where}{dotted} must be given"
+    if kind == "value_error":
+        return f"{where}{dotted}: {problem['ctx']['error']}"
+    rule = problem["msg"].replace("Input should be", "must be", 1)
+    rule = rule[:1].lower() + rule[1:]
+    return f"{where}{dotted} is {_short(problem['input'])}, but {rule}"
+
+
+def _tell(problems: list[str], name: str) -> str:
+    place = f" in {name}" if name else ""
+    if len(problems) == 1:
+        return f"One problem{place}: {problems[0]}."
+    return f"{len(problems)} problems{place}:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = value if isinstance(value, str) else repr(value)
+    text = text if text.strip() == text and text else repr(text)
+    return text if len(text) <= 60 else f"{text[:57]}..."
