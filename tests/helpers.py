@@ -229,8 +229,8 @@ def tiny_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer without (or with a few given) merges: one token per character of ASCII text.
 
-    Ids: 0 ``<pad>``, 1 ``<s>``, 2 ``</s>``, 3 ``<unk>``, 4 ``<|im_start|>``, 5 ``<|im_end|>``, then the alphabet. The ASCII
-    alphabet fits the vocabulary of 128 of the tiny models; other characters are ``<unk>`` there.
+    Ids: 0 ``<pad>``, 1 ``<s>``, 2 ``</s>``, 3 ``<unk>``, 4 ``<|im_start|>``, 5 ``<|im_end|>``, then the alphabet. The
+    ASCII alphabet fits the vocabulary of 128 of the tiny models; other characters are ``<unk>`` there.
 
     Args:
         chat_template: A Jinja template, ``"chatml"`` for a plain ChatML one, or None.

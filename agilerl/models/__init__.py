@@ -1,1 +1,24 @@
 """A causal language model and its adapters: build, wrap, share, and run without padding."""
+
+from agilerl.models.adapters import Adapters
+from agilerl.models.build import load_base_model, load_tokenizer
+from agilerl.models.head import Head, final_hidden_states, find_head, unwrap
+from agilerl.models.lora import adapt_lora_config_for_model, adopt_adapter, attach_lora, config_differences
+from agilerl.models.quantization import build_bnb_quantization_config
+from agilerl.models.share import share_base
+
+__all__ = [
+    "Adapters",
+    "Head",
+    "adapt_lora_config_for_model",
+    "adopt_adapter",
+    "attach_lora",
+    "build_bnb_quantization_config",
+    "config_differences",
+    "final_hidden_states",
+    "find_head",
+    "load_base_model",
+    "load_tokenizer",
+    "share_base",
+    "unwrap",
+]

@@ -1,0 +1,7 @@
+"""Pure functions: tensors in, ``TokenSum`` out. Knows no model and no agent."""
+
+from agilerl.losses.cross_entropy import linear_cross_entropy, token_logprobs
+from agilerl.losses.heads import HeadLike, default_chunk_rows
+from agilerl.losses.token_sum import TokenSum
+
+__all__ = ["HeadLike", "TokenSum", "default_chunk_rows", "linear_cross_entropy", "token_logprobs"]

@@ -1,0 +1,72 @@
+"""One tile of logits: negative log-likelihood and its gradient in the head's inputs, in as few buffers as possible."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Plan", "Tile", "tile_gradient", "tile_nll"]
+
+
+class Plan(NamedTuple):
+    """A plain linear head with the maps after it."""
+
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None
+    """[V]."""
+    scale: float
+    softcap: float | None
+
+
+class Tile(NamedTuple):
+    """State between the value of a tile and its gradient."""
+
+    nll: Tensor
+    """[n] negative log-likelihoods, float32 or float64."""
+    exps: Tensor
+    """[n, V] exp(logit - max); consumed by ``tile_gradient``."""
+    sums: Tensor
+    """[n, 1] row sums of ``exps``."""
+    slope: Tensor | None
+    """[n, V] derivative of the softcap, where there is one."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float64 stays; everything else is reduced in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tile_nll(hidden: Tensor, targets: Tensor, plan: Plan, *, need_slope: bool) -> Tile:
+    """Value of a tile: ``hidden`` [n, H], ``targets`` [n]."""
+    rows = hidden.to(plan.weight.dtype)
+    raw = torch.addmm(plan.bias, rows, plan.weight.t()) if plan.bias is not None else rows @ plan.weight.t()
+    logits = raw.to(accumulation_dtype(raw.dtype))  # [n, V]; the same tensor when it is float32 already
+    del raw
+    if plan.scale != 1.0:
+        logits.mul_(plan.scale)
+    slope = None
+    if plan.softcap is not None:
+        logits.div_(plan.softcap).tanh_()
+        if need_slope:
+            slope = 1.0 - logits * logits
+        logits.mul_(plan.softcap)
+    top = logits.amax(dim=-1, keepdim=True)
+    logits.sub_(top)
+    chosen = logits.gather(1, targets.unsqueeze(1))
+    exps = logits.exp_()
+    sums = exps.sum(dim=-1, keepdim=True)
+    return Tile((sums.log() - chosen).squeeze(1), exps, sums, slope)
+
+
+def tile_gradient(tile: Tile, targets: Tensor, factors: Tensor, plan: Plan) -> Tensor:
+    """Gradient [n, V] at the linear layer's output of ``sum(factors * nll)``; uses up the tile's buffers."""
+    gradient = tile.exps.mul_(factors.unsqueeze(1) / tile.sums)
+    gradient.scatter_add_(1, targets.unsqueeze(1), -factors.unsqueeze(1))
+    if tile.slope is not None:
+        gradient.mul_(tile.slope)
+    if plan.scale != 1.0:
+        gradient.mul_(plan.scale)
+    return gradient.to(plan.weight.dtype)

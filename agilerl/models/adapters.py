@@ -1,0 +1,154 @@
+"""Adapters by role: actor, reference, critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor
+
+from agilerl.errors import CheckpointError, ModelError
+from agilerl.models.lora import add_adapter
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+__all__ = ["FROZEN_ROLES", "Adapters"]
+
+FROZEN_ROLES = frozenset({"reference"})
+"""Roles that are never trained."""
+
+
+class Adapters:
+    """The adapters of a ``PeftModel``, each under the name of its role.
+
+    One role is active at a time. All trainable roles keep ``requires_grad`` whichever is active, so that hooks and
+    optimizers stay attached to the same parameters; the reference never requires gradients.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        self.model = model
+        self.activate(self.active)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Roles that exist, in the order in which they were added."""
+        return tuple(self.model.peft_config)
+
+    @property
+    def active(self) -> str:
+        """The role whose adapter is used by the model's forward."""
+        return self.model.active_adapter
+
+    def add(self, role: str, *, like: str = "actor", seed: int) -> None:
+        """Add an adapter with the configuration of ``like`` and a fresh initialisation of its own seed."""
+        if role in self.names:
+            raise ModelError(f"There is an adapter {role!r} already; the roles are {', '.join(self.names)}.")
+        config = self.config(like)
+        if getattr(config, "bias", "none") != "none":
+            raise ModelError(
+                f"bias={config.bias!r} trains biases of the base model, which several adapters cannot share; "  # type: ignore[attr-defined]
+                f"use bias='none' to add the adapter {role!r}."
+            )
+        active = self.active
+        add_adapter(self.model, config, seed=seed, name=role)
+        self.activate(active)
+
+    def activate(self, role: str) -> None:
+        """Make ``role`` the one that forward uses, and set ``requires_grad`` of every role.
+
+        Raises:
+            ModelError: There is no such role.
+        """
+        self._check(role)
+        self.model.set_adapter(role)
+        for name in self.names:
+            for parameter in self._parameters(name):
+                parameter.requires_grad_(name not in FROZEN_ROLES)
+
+    @contextmanager
+    def select(self, role: str) -> Iterator[None]:
+        """Activate ``role`` for a while; the role that was active comes back, on errors too."""
+        before = self.active
+        self.activate(role)
+        try:
+            yield
+        finally:
+            self.activate(before)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model without any adapter, for a while."""
+        config = self.config(self.active)
+        if getattr(config, "bias", "none") != "none":
+            raise ModelError(
+                "An adapter that trains biases of the base model cannot be switched off; use bias='none', "
+                "or a separate reference adapter."
+            )
+        flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        try:
+            with self.model.disable_adapter():
+                yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+
+    def copy(self, source: str, target: str) -> None:
+        """Overwrite the weights of ``target`` with those of ``source``."""
+        self.write(target, self.read(source))
+
+    def read(self, role: str) -> dict[str, Tensor]:
+        """Weights of a role under the names of PEFT's ``adapter_model.safetensors``; views, not copies."""
+        self._check(role)
+        # False: "auto" may ask the Hub for the base model's vocabulary size in the middle of a save.
+        return get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
+
+    def write(self, role: str, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights of a role in place; nothing is written unless everything fits.
+
+        Raises:
+            CheckpointError: A tensor is missing, unknown or of another shape; all of them are named.
+        """
+        current = self.read(role)
+        problems = [f"missing {name}" for name in current if name not in tensors]
+        problems += [f"unknown {name}" for name in tensors if name not in current]
+        problems += [
+            f"{name} has shape {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
+            for name, tensor in current.items()
+            if name in tensors and tensors[name].shape != tensor.shape
+        ]
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise CheckpointError(f"The weights do not fit the adapter {role!r}: {shown}.")
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(tensors[name])
+
+    def config(self, role: str) -> PeftConfig | LoraConfig:
+        """Configuration of a role; change a copy only."""
+        self._check(role)
+        return self.model.peft_config[role]
+
+    def _check(self, role: Any) -> None:
+        if role not in self.names:
+            raise ModelError(f"There is no adapter {role!r}; the roles are {', '.join(self.names)}.")
+
+    def _parameters(self, role: str) -> Iterator[torch.nn.Parameter]:
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+                for layer_name in module.adapter_layer_names:
+                    yield from _of_role(getattr(module, layer_name, None), role)
+
+
+def _of_role(holder: Any, role: str) -> Iterator[torch.nn.Parameter]:
+    if isinstance(holder, torch.nn.ModuleDict | torch.nn.ParameterDict) and role in holder:
+        item = holder[role]
+        if isinstance(item, torch.nn.Parameter):
+            yield item
+        else:
+            yield from item.parameters()
