@@ -73,7 +73,7 @@ class DataSection(Section):
     system: str | None = None
     """System message put before every conversation that has none."""
     chat_template: str | None = None
-    """`none` (plain text), a named one (chatml, llama-3, gemma, mistral, zephyr) or a file; nothing: the tokenizer's."""
+    """`none` (plain text), a named one (chatml, llama-3, gemma, mistral, zephyr), a file; nothing: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra arguments for the chat template, such as `enable_thinking: false`."""
     train_on: Literal["all", "last", "marked"] = "all"

@@ -177,7 +177,7 @@ def _sentence(problem: dict[str, Any], draft: _Draft, document: Document, prefer
         return f"{where}{dotted} must be given"
     if kind == "value_error":
         return f"{where}{dotted}: {problem['ctx']['error']}"
-    rule = problem["msg"].replace("Input should be", "must be", 1)
+    rule = problem["msg"].replace("Input should be", "must be", 1).split(", unable to")[0]
     rule = rule[:1].lower() + rule[1:]
     return f"{where}{dotted} is {_short(problem['input'])}, but {rule}"
 

@@ -10,7 +10,7 @@ __all__ = ["Section"]
 
 
 class Section(BaseModel):
-    """A strict, frozen group of settings: unknown keys, NaN and infinity are refused. A field's docstring documents it."""
+    """A strict, frozen group of settings: unknown keys, NaN and infinity are refused; docstrings of fields are docs."""
 
     model_config = ConfigDict(
         extra="forbid",

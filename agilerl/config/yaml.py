@@ -111,7 +111,8 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
     if not math.isfinite(value):
         raise ValueError(f"{value} cannot be written to a run description; settings are finite.")
-    return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
+    text = repr(value)  # 1e-05 needs its point, or PyYAML adds a tag to keep YAML 1.1 readers from seeing text
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e"))
 
 
 _Dumper.add_representer(str, _text)
