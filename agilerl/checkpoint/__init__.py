@@ -1,0 +1,25 @@
+"""Checkpoints: plain values in, atomic files out, and back again without running anything that a file brings."""
+
+from __future__ import annotations
+
+from agilerl.checkpoint.content import AdapterContent, CheckpointContent, FullModel
+from agilerl.checkpoint.fingerprint import base_fingerprint, same_base
+from agilerl.checkpoint.plain import json_safe, plain
+from agilerl.checkpoint.read import read_adapter, read_checkpoint
+from agilerl.checkpoint.snapshot import HostBuffers, LLMCheckpointSnapshot
+from agilerl.checkpoint.write import write_checkpoint
+
+__all__ = [
+    "AdapterContent",
+    "CheckpointContent",
+    "FullModel",
+    "HostBuffers",
+    "LLMCheckpointSnapshot",
+    "base_fingerprint",
+    "json_safe",
+    "plain",
+    "read_adapter",
+    "read_checkpoint",
+    "same_base",
+    "write_checkpoint",
+]

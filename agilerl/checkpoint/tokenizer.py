@@ -1,0 +1,55 @@
+"""The tokenizer and its chat template, as files in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TokenizerFiles", "read_tokenizer", "tokenizer_files"]
+
+MARKER = "tokenizer_config.json"
+# Rendering a large vocabulary takes a while, and must not happen in a writer thread while training encodes text.
+_rendered: WeakKeyDictionary[Any, tuple[Any, TokenizerFiles]] = WeakKeyDictionary()
+
+
+class TokenizerFiles(dict[str, bytes]):
+    """Relative file name -> bytes of a saved tokenizer."""
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase | TokenizerFiles) -> TokenizerFiles:
+    """Render a tokenizer to the files that ``save_pretrained`` writes; kept until the tokenizer visibly changes."""
+    if isinstance(tokenizer, TokenizerFiles):
+        return tokenizer
+    version = (
+        len(tokenizer),
+        str(getattr(tokenizer, "chat_template", None)),
+        str(tokenizer.special_tokens_map),
+        tokenizer.padding_side,
+    )
+    known = _rendered.get(tokenizer)
+    if known is not None and known[0] == version:
+        return known[1]
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        root = Path(folder)
+        files = TokenizerFiles({p.relative_to(root).as_posix(): p.read_bytes() for p in _files(root)})
+    _rendered[tokenizer] = (version, files)
+    return files
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a checkpoint, or None where it has none; no network, no remote code."""
+    if not (folder / MARKER).exists():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
