@@ -1,1 +1,5 @@
-"""Algorithms that train a language model, and the shells they share."""
+"""Algorithms: supervised fine-tuning and, after it, preference optimisation."""
+
+from agilerl.algorithms.sft import SFT
+
+__all__ = ["SFT"]

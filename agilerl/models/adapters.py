@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,8 @@ class Adapters:
     @property
     def active(self) -> str:
         """The role whose adapter is used by the model's forward."""
-        return self.model.active_adapter
+        active = self.model.active_adapter
+        return active if isinstance(active, str) else active[0]
 
     def add(self, role: str, *, like: str = "actor", seed: int) -> None:
         """Add an adapter with the configuration of ``like`` and a fresh initialisation of its own seed."""
@@ -108,8 +109,19 @@ class Adapters:
         # False: "auto" may ask the Hub for the base model's vocabulary size in the middle of a save.
         return get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
 
-    def write(self, role: str, tensors: Mapping[str, Tensor]) -> None:
+    def write(
+        self,
+        role: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+    ) -> None:
         """Overwrite the weights of a role in place; nothing is written unless everything fits.
+
+        Args:
+            role: The adapter.
+            tensors: Whole tensors under the names that `read` gives.
+            assign: Copies the second tensor into the first, which may be a shard of a distributed one.
 
         Raises:
             CheckpointError: A tensor is missing, unknown or of another shape; all of them are named.
@@ -127,7 +139,7 @@ class Adapters:
             raise CheckpointError(f"The weights do not fit the adapter {role!r}: {shown}.")
         with torch.no_grad():
             for name, tensor in current.items():
-                tensor.copy_(tensors[name])
+                assign(tensor, tensors[name])
 
     def config(self, role: str) -> PeftConfig | LoraConfig:
         """Configuration of a role; change a copy only."""

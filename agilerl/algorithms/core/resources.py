@@ -1,0 +1,155 @@
+"""What an agent rebuilds from its settings: the network with its adapters, and what was found out about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from agilerl.algorithms.core.settings import LLMSettings
+from agilerl.checkpoint import base_fingerprint
+from agilerl.errors import ConfigError
+from agilerl.models import fused_lora
+from agilerl.models.adapters import Adapters
+from agilerl.models.build import load_base_model
+from agilerl.models.head import Head, find_head, unwrap
+from agilerl.models.lora import adopt_adapter, attach_lora, config_differences
+from agilerl.models.segments import Packer, choose_packer
+from agilerl.models.share import share_base
+from agilerl.optim import OptimizerWrapper
+
+__all__ = ["Resources", "build_actor", "build_optimizer"]
+
+
+@dataclass
+class Resources:
+    """The network of an agent and what was found out about it.
+
+    Attributes:
+        model: The actor, ready to train or not yet (see ``is_wrapped``).
+        adapters: Roles of its adapters; None for a full fine-tune.
+        head: Its language-model head.
+        packer: How its rows become micro-batches.
+        optimizer: None until the models are wrapped.
+        base: Identity of the base model: name or path, fingerprint, dtype.
+        is_wrapped: Whether the runtime has placed or sharded the model.
+        optimizer_state: Moments by parameter name, kept while the models are unwrapped.
+    """
+
+    model: nn.Module
+    adapters: Adapters | None
+    head: Head
+    packer: Packer
+    base: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerWrapper | None = None
+    is_wrapped: bool = False
+    optimizer_state: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: LLMSettings, base: dict[str, Any]) -> Resources:
+        """Inspect a freshly built model on the base described by ``base``."""
+        packer = choose_packer(model, positions_from_mask=settings.calc_position_embeddings)
+        adapters = Adapters(model) if isinstance(model, PeftModel) else None
+        return cls(model, adapters, find_head(model), packer, base)
+
+    def shared_copy(self) -> Resources:
+        """A second model on the same frozen tensors; its trainable tensors are copies. Nothing is probed again."""
+        model = share_base(self.model)
+        module = unwrap(model).get_output_embeddings()
+        head = replace(self.head, module=module)
+        adapters = Adapters(model) if isinstance(model, PeftModel) else None
+        return Resources(model, adapters, head, self.packer, self.base, is_wrapped=self.is_wrapped)
+
+
+def build_actor(
+    settings: LLMSettings, network: nn.Module | None, *, add_adapters: bool = True
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load or take the network, and attach or adopt its adapters.
+
+    Args:
+        settings: The agent's settings.
+        network: A causal LM or ``PeftModel`` of the caller; None loads ``settings.model_name``.
+        add_adapters: False leaves a plain network plain (for a clone, whose adapters come from its parent).
+
+    Returns:
+        The model, and the identity of its base: taken before an adapter's initialisation can change it.
+
+    Raises:
+        ConfigError: Arguments contradict each other.
+        ModelError: The model or the LoRA targets cannot be found.
+    """
+    network = _base_network(settings, network)
+    base = _identity(network, settings.model_name)
+    if isinstance(network, PeftModel):
+        model: nn.Module = _adopted(network, settings)
+    elif settings.lora_config is not None and add_adapters:
+        model = attach_lora(unwrap(network), settings.lora_config, seed=settings.seed, scope=settings.lora_target_scope)
+    else:
+        model = network
+    if isinstance(model, PeftModel):
+        if settings.use_separate_reference_adapter and "reference" not in model.peft_config:
+            adapters = Adapters(model)
+            adapters.add("reference", like="actor", seed=settings.seed)
+            adapters.copy("actor", "reference")  # the reference is the policy that training starts from
+        fused_lora.install(model)
+    elif needing := settings.needing_adapter():
+        raise ConfigError(f"{', '.join(needing)} needs a lora_config: without one the whole network is trained.")
+    return model, base
+
+
+def _base_network(settings: LLMSettings, network: nn.Module | None) -> nn.Module:
+    if network is None:
+        if settings.model_name is None:
+            raise ConfigError("Give a network (actor_network) or the name of one (model_name); found neither.")
+        return load_base_model(
+            settings.model_name, model_config=settings.model_config, quantization_config=settings.quantization_config
+        )
+    if settings.model_config is not None:
+        raise ConfigError("model_config goes with model_name: an actor_network is built already.")
+    if settings.quantization_config is not None and getattr(unwrap(network), "quantization_method", None) is None:
+        raise ConfigError(
+            "quantization_config was given with an unquantised actor_network; give model_name instead, or load the "
+            "network with this quantization_config."
+        )
+    return network
+
+
+def _adopted(network: PeftModel, settings: LLMSettings) -> PeftModel:
+    model = adopt_adapter(network)
+    if settings.lora_config is not None:
+        different = config_differences(model.peft_config["actor"], settings.lora_config)
+        if different:
+            listed = ", ".join(f"{name}: {mine!r} here, {given!r} given" for name, (mine, given) in different.items())
+            raise ConfigError(f"The network carries an adapter with other settings than lora_config ({listed}).")
+    return model
+
+
+def _identity(network: nn.Module, name: str | None) -> dict[str, Any]:
+    inner = unwrap(network)
+    return {
+        "name_or_path": name or getattr(inner.config, "_name_or_path", ""),
+        "fingerprint": base_fingerprint(inner),
+        "dtype": str(inner.dtype).removeprefix("torch."),
+    }
+
+
+def build_optimizer(model: nn.Module, settings: LLMSettings, lr: float) -> OptimizerWrapper:
+    """AdamW over the trainable parameters; with LoRA+ (arXiv 2402.12354) the B factors learn faster by a ratio."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = None
+    if settings.lora_plus_ratio is not None:
+        is_b = [
+            any(part.startswith(("lora_B", "lora_embedding_B")) for part in name.split(".")) for name, _ in trainable
+        ]
+        groups = [
+            {"params": [p for (_, p), b in zip(trainable, is_b, strict=True) if not b]},
+            {
+                "params": [p for (_, p), b in zip(trainable, is_b, strict=True) if b],
+                "lr_ratio": settings.lora_plus_ratio,
+            },
+        ]
+    kwargs = {"weight_decay": settings.weight_decay}
+    return OptimizerWrapper(torch.optim.AdamW, {"actor": model}, lr, kwargs, lr_name="lr", parameter_groups=groups)

@@ -1,0 +1,1 @@
+"""Documented names under the paths where scripts look for them; the code lives elsewhere."""

@@ -1,0 +1,5 @@
+"""Learning-rate schedule."""
+
+from agilerl.optim import CosineLRScheduleConfig
+
+__all__ = ["CosineLRScheduleConfig"]
