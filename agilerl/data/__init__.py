@@ -1,0 +1,3 @@
+"""Rows to examples to batches; knows no model and no agent."""
+
+from __future__ import annotations

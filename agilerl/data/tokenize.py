@@ -1,0 +1,114 @@
+"""Canonical rows to examples: ids and the runs of them that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from agilerl.data.chat import ChatRenderer
+from agilerl.data.encoder import TextEncoder
+from agilerl.data.records import Chat, Example, Pair, Record, Reply, RowFault, Span, Text
+from agilerl.errors import DataError
+
+__all__ = ["RowTokenizer"]
+
+Outcome = Example | RowFault
+
+
+class RowTokenizer:
+    """Tokenises batches of canonical rows of any mix of kinds.
+
+    Plain prompts and responses are encoded separately, so no merge crosses the boundary; BOS comes from the tokenizer, once;
+    one EOS ends a response. Chats go through the template.
+
+    Args:
+        encoder: The tokenizer.
+        chat: Renders chats; None where a split has none.
+    """
+
+    def __init__(self, encoder: TextEncoder, chat: ChatRenderer) -> None:
+        self.encoder = encoder
+        self.chat = chat
+
+    def __call__(self, records: Sequence[Record]) -> list[Outcome]:
+        """An example, or what is wrong with it, for each record."""
+        outcomes: list[Outcome | None] = [None] * len(records)
+        handlers: tuple[tuple[type, Callable[[Any], list[Outcome]]], ...] = (
+            (Pair, self._pairs),
+            (Text, self._texts),
+            (Reply, self.chat.replies),
+            (Chat, self.chat.chats),
+        )
+        for kind, handler in handlers:
+            places = [place for place, record in enumerate(records) if isinstance(record, kind)]
+            if places:
+                for place, outcome in zip(places, handler([records[place] for place in places]), strict=True):
+                    outcomes[place] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _pairs(self, pairs: list[Pair]) -> list[Outcome]:
+        eos = self._eos()
+        prompts = self.encoder.encode([self._without_bos(pair.prompt) for pair in pairs], special=True)
+        responses = self.encoder.encode([self._without_eos(pair.response) for pair in pairs])
+        head = len(self.encoder.plain_prefix)
+        rows: list[Outcome] = []
+        for pair, prompt, response in zip(pairs, prompts, responses, strict=True):
+            ids = np.array([*prompt, *response, eos], dtype=np.int32)
+            rows.append(
+                Example(
+                    ids,
+                    (Span(len(prompt), len(ids), 1.0),),
+                    len(prompt),
+                    pair.prompt,
+                    pair.response,
+                    head_length=head,
+                    notes=self._notes(pair.prompt, pair.response),
+                )
+            )
+        return rows
+
+    def _texts(self, texts: list[Text]) -> list[Outcome]:
+        eos = self._eos()
+        stripped = [self._without_eos(self._without_bos(text.text)) for text in texts]
+        head = len(self.encoder.plain_prefix)
+        rows: list[Outcome] = []
+        for text, ids in zip(texts, self.encoder.encode(stripped, special=True), strict=True):
+            array = np.array([*ids, eos], dtype=np.int32)
+            rows.append(
+                Example(
+                    array,
+                    (Span(head, len(array), 1.0),),
+                    head,
+                    "",
+                    text.text,
+                    is_whole=True,
+                    head_length=head,
+                    notes=self._notes(text.text),
+                )
+            )
+        return rows
+
+    def _eos(self) -> int:
+        if self.encoder.eos_id is None:
+            raise DataError(
+                "The tokenizer has no EOS token, which has to end every response; set tokenizer.eos_token before making the data."
+            )
+        return self.encoder.eos_id
+
+    def _without_bos(self, text: str) -> str:
+        """Drop a BOS that the text spells itself, where the tokenizer puts one anyway."""
+        bos = self.encoder.bos_text
+        return text[len(bos) :] if bos and self.encoder.adds_bos and text.startswith(bos) else text
+
+    def _without_eos(self, text: str) -> str:
+        """Drop an EOS that the text spells at its end, so that exactly one id ends the row."""
+        eos = self.encoder.eos_text
+        while eos and text.rstrip().endswith(eos):
+            text = text.rstrip()[: -len(eos)]
+        return text
+
+    def _notes(self, *texts: str) -> tuple[str, ...]:
+        stripped = (self._without_eos(self._without_bos(text)) for text in texts)
+        return ("control_token",) if any(map(self.encoder.has_control_token, stripped)) else ()

@@ -1,0 +1,259 @@
+"""Where a chat template puts each turn: found by rendering with sentinels, checked by rendering prefixes.
+
+A conversation is rendered twice: as it is, and with every piece of its own text replaced by a sentinel. If putting the
+texts back in the second rendering gives the first, the sentinels say exactly where each text stands. Independently, the
+rendering of the turns before an answer, with the assistant's turn opened, must be a prefix of the whole and end where the
+answer begins. Both must agree. The sentinel rendering depends only on the *shape* of a conversation (roles, surrounding
+whitespace, thinking tags, tool calls), so it is made and checked once per shape; the real rendering is made for each row.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agilerl.data.records import Message, RowFault
+from agilerl.data.template import Template
+
+__all__ = ["Shape", "Skeleton", "TurnRange", "locate_by_prefix", "sentinel_messages"]
+
+_THINK = re.compile(r"(</?think(?:ing)?>)")
+_SENTINEL = re.compile(r"Zq(\d+)x(\d+)xqZ")
+# Fields whose text is the turn's own; everything else about a message belongs to its shape.
+_TEXT_FIELDS = ("content", "reasoning_content", "thinking")
+
+
+@dataclass(frozen=True)
+class TurnRange:
+    """Where one trained turn stands in a rendering, in characters."""
+
+    message: int
+    start: int
+    """First character that the model has to write."""
+    end: int
+    """After the stop token, which belongs to the turn."""
+    stop: str
+    """The text that ends the turn; empty where the template ends it with nothing."""
+    is_control: bool
+    """Whether ``stop`` ends with a control token."""
+
+
+@dataclass
+class Shape:
+    """A conversation with its own texts taken out."""
+
+    messages: list[Message]
+    cores: list[tuple[str, str]] = field(default_factory=list)
+    """(sentinel, text) in order of appearance in the messages."""
+
+
+def sentinel_messages(messages: list[Message]) -> Shape:
+    """Replace each text of each turn by a sentinel; whitespace around it and thinking tags in it stay."""
+    shape = Shape([])
+    for index, message in enumerate(messages):
+        copy = dict(message)
+        count = 0
+        for name in _TEXT_FIELDS:
+            value = message.get(name)
+            if isinstance(value, str):
+                copy[name], count = _replace(value, index, count, shape.cores)
+            elif isinstance(value, list):
+                parts = []
+                for part in value:
+                    if isinstance(part, dict) and isinstance(part.get("text"), str):
+                        text, count = _replace(part["text"], index, count, shape.cores)
+                        part = {**part, "text": text}
+                    parts.append(part)
+                copy[name] = parts
+        shape.messages.append(copy)
+    return shape
+
+
+def _replace(text: str, message: int, count: int, cores: list[tuple[str, str]]) -> tuple[str, int]:
+    parts = _THINK.split(text) if "think" in text else [text]
+    for place, part in enumerate(parts):
+        core = part.strip()
+        if place % 2 or not core:
+            continue
+        sentinel = f"Zq{message}x{count}xqZ"
+        cores.append((sentinel, core))
+        lead = len(part) - len(part.lstrip())
+        parts[place] = part[:lead] + sentinel + part[lead + len(core) :]
+        count += 1
+    return "".join(parts), count
+
+
+class Skeleton:
+    """The analysed rendering of one shape.
+
+    Attributes:
+        text: The rendering with sentinels.
+        turns: Trained turns, in positions of ``text``.
+        suffix: What has to follow the rendering so that its last answer ends (templates that close a turn late).
+        missing: Messages with a text of which nothing is rendered.
+    """
+
+    def __init__(self, text: str, num_messages: int) -> None:
+        self.text = text
+        self.turns: list[TurnRange] = []
+        self.suffix = ""
+        self.missing: set[int] = set()
+        matches = list(_SENTINEL.finditer(text))
+        self.slots = [(match.group(), int(match.group(1))) for match in matches]
+        ends = [match.end() for match in matches]
+        starts = [match.start() for match in matches]
+        self.literal_starts = [0, *ends]
+        self.literals = [text[a:b] for a, b in zip([0, *ends], [*starts, len(text)], strict=True)]
+        self.places: dict[int, tuple[int, int]] = {}
+        for match in matches:
+            index = int(match.group(1))
+            first = self.places.get(index, (match.start(), 0))[0]
+            self.places[index] = (first, match.end())
+        self.num_messages = num_messages
+
+    def fill(self, cores: dict[str, str]) -> tuple[str, list[int], list[tuple[int, int]]]:
+        """Put texts back: the rendering, where each literal starts in it, and where each text stands."""
+        parts, starts, contents, position = [self.literals[0]], [0], [], len(self.literals[0])
+        for (sentinel, _), literal in zip(self.slots, self.literals[1:], strict=True):
+            core = cores[sentinel]
+            contents.append((position, position + len(core)))
+            position += len(core)
+            starts.append(position)
+            parts += (core, literal)
+            position += len(literal)
+        return "".join(parts), starts, contents
+
+    def to_real(self, position: int, real_starts: list[int], *, is_end: bool = False) -> int:
+        """A position of the skeleton as one of the filled rendering; it never lies inside a sentinel."""
+        piece = bisect_right(self.literal_starts, position) - 1
+        return real_starts[piece] + position - self.literal_starts[piece]
+
+
+FindText = Callable[[int], tuple[int, int] | None]
+"""Where the text of a message stands in a rendering."""
+
+
+def locate_by_prefix(
+    text: str,
+    messages: list[Message],
+    tools: list[Any] | None,
+    template: Template,
+    indices: Iterable[int],
+    find_text: FindText,
+    controls: re.Pattern[str] | None,
+) -> list[TurnRange]:
+    """The ranges of the turns at ``indices`` in ``text``, each found twice: by its text and by rendering prefixes.
+
+    Raises:
+        RowFault: The two do not agree, or the template rewrites what was rendered before.
+    """
+    return [_locate(text, messages, tools, template, index, find_text, controls) for index in indices]
+
+
+def _locate(
+    text: str,
+    messages: list[Message],
+    tools: list[Any] | None,
+    template: Template,
+    index: int,
+    find_text: FindText,
+    controls: re.Pattern[str] | None,
+) -> TurnRange:
+    is_assistant = messages[index].get("role") == "assistant"
+    before = template.one(messages[:index], tools) if index else ""
+    opened = template.one(messages[:index], tools, generate=True) if index and is_assistant else before
+    until = template.one(messages[: index + 1], tools)
+    place = find_text(index)
+    has_calls = bool(messages[index].get("tool_calls"))
+
+    # The header of the turn, by prefixes: where the model begins to write.
+    header_end = _common_prefix(text, opened)
+    is_prefix = header_end == len(opened)
+    if not is_prefix and place is None:
+        raise RowFault("template_rewrites", f"has turn {index} rendered differently once later turns follow it")
+    if is_prefix:
+        start = header_end
+    else:
+        # Earlier turns were rewritten, but the opening of this one must still be what generation will open.
+        opening = opened[len(before) :] if opened.startswith(before) else ""
+        start = _think_start(text, place[0]) if place else 0
+        if not opening or not text[:start].rstrip().endswith(opening.rstrip()):
+            raise RowFault(
+                "template_rewrites",
+                f"has turn {index} rendered after something other than what the template opens an answer with",
+            )
+    if place is not None:
+        own = _think_start(text, place[0]) if _thinks(messages[index]) else place[0]
+        own = max(own - _lead(messages[index], text, own), start)
+        between = _THINK.sub("", text[start:own]).strip()
+        if is_prefix and is_assistant and between and not (has_calls and own < start):
+            raise RowFault(
+                "template_disagrees", f"has {between!r} between the opening of turn {index} and the turn's own text"
+            )
+        start = own if is_assistant else max(own, 0)
+
+    # The end: what stands between the turn's text and the next turn.
+    same = _common_prefix(text, until)
+    text_end = place[1] if place else start
+    own_end = same if same >= text_end else text_end
+    if same < len(until) and until[same:].strip() and same < text_end:
+        own_end = text_end
+    region_start = start if has_calls else text_end
+    region = text[region_start:own_end]
+    found = list(controls.finditer(region)) if controls else []
+    if has_calls and found and region.rstrip().endswith(found[-1].group()):
+        found = found[-1:]
+    elif has_calls:
+        found = []
+    if found:
+        end = region_start + found[0].end()
+        return TurnRange(index, start, end, text[region_start + found[0].start() : end], True)
+    if region.strip():
+        end = region_start + len(region.rstrip())
+        return TurnRange(index, start, end, "" if has_calls else region.strip(), False)
+    # Nothing closes the turn before the next one starts: the next header does.
+    rest = text[own_end:]
+    late = controls.match(rest) if controls else None
+    if late:
+        return TurnRange(index, start, own_end + late.end(), late.group(), True)
+    return TurnRange(index, start, own_end if index + 1 < len(messages) else text_end, "", False)
+
+
+def _thinks(message: Message) -> bool:
+    content = message.get("content")
+    return bool(
+        message.get("reasoning_content")
+        or message.get("thinking")
+        or (isinstance(content, str) and _THINK.search(content))
+    )
+
+
+def _think_start(text: str, position: int) -> int:
+    """Position of the thinking tag that opens right before ``position``, or ``position``."""
+    opened = re.search(r"<think(?:ing)?>\s*$", text[:position])
+    return opened.start() if opened else position
+
+
+def _lead(message: Message, text: str, position: int) -> int:
+    """Length of the whitespace before ``position`` that is the message's own."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return 0
+    lead = content[: len(content) - len(content.lstrip())]
+    return len(lead) if lead and text[:position].endswith(lead) else 0
+
+
+def _common_prefix(a: str, b: str) -> int:
+    if a.startswith(b):
+        return len(b)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[:middle] == b[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,244 @@
+"""``DatasetEnv``: a train and a test split, tokenised once, handed out in batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from agilerl.data.chat import ChatSettings
+from agilerl.data.fit import LengthPolicy, OnLong
+from agilerl.data.order import share_sizes
+from agilerl.data.prepare import BadRows
+from agilerl.data.report import Report
+from agilerl.errors import DataError
+from agilerl.llm_envs.build import SplitBuilder
+from agilerl.llm_envs.feed import Feed
+from agilerl.llm_envs.splits import Split
+from agilerl.typing import Batch
+
+__all__ = ["DatasetEnv"]
+
+
+class DatasetEnv:
+    """A data set as an environment: ``reset`` gives the next batch of the active split.
+
+    Args:
+        train_dataset: ``datasets.Dataset``, ``datasets.IterableDataset`` or a list of dicts.
+        test_dataset: Held-out rows, in any of the same forms.
+        tokenizer: Encodes rows, once; one without a pad token will do.
+        objective: ``"sft"`` reads ``prompt`` and ``response_column``; ``"preference"`` reads ``prompt``, ``chosen`` and
+            ``rejected``. A prompt may be text, or a list of messages that goes through the tokenizer's chat template.
+        response_column: Column of the response.
+        chat_template_kwargs: Variables for the chat template, such as ``enable_thinking``.
+        data_batch_size_per_gpu: Rows of a batch on each rank.
+        max_context_length: Most tokens of a row, prompt and response together; None: no limit.
+        min_completion_length: A row is dropped when its prompt leaves fewer tokens than this.
+        seed: With the epoch, decides the order of train rows.
+        rank: This rank's index.
+        world_size: Number of ranks that share each batch.
+        data_format: Layout of the rows: None for the columns above, ``"auto"`` to detect it, or a format's name.
+        columns: Which column plays which part, such as ``{"prompt": "question"}``; default: parts are named like columns.
+        on_long: What happens to rows beyond ``max_context_length``: cut_response, drop, cut_prompt or split.
+        bad_rows: ``"raise"``, or ``"skip"`` to leave rows out that cannot be used, and count them.
+        control_tokens: ``"text"`` reads control tokens inside a row's own text as ordinary characters; ``"parse"`` as control.
+        chat_template: A template's name (chatml, llama-3 ...), a file or Jinja text; None: the tokenizer's own.
+        train_on: Which turns of whole chats are trained: all, last or marked.
+
+    Raises:
+        DataError: (a ``ValueError``) naming the split, column or row, and what was found.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Any,
+        test_dataset: Any,
+        tokenizer: Any,
+        *,
+        objective: str,
+        response_column: str = "response",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        data_batch_size_per_gpu: int = 8,
+        max_context_length: int | None = None,
+        min_completion_length: int | None = None,
+        seed: int = 42,
+        rank: int = 0,
+        world_size: int = 1,
+        data_format: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        on_long: OnLong = "cut_response",
+        bad_rows: BadRows = "raise",
+        control_tokens: str = "text",
+        chat_template: str | None = None,
+        train_on: str = "all",
+    ) -> None:
+        _check_ranks(rank, world_size)
+        _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
+        builder = SplitBuilder(
+            tokenizer,
+            objective=objective,
+            response_column=response_column,
+            policy=LengthPolicy(max_context_length, min_completion_length, on_long),
+            data_format=data_format,
+            columns=dict(columns or {}),
+            bad_rows=bad_rows,
+            control_tokens=control_tokens,
+            chat_template=chat_template,
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            chat_settings=ChatSettings(train_on=train_on),  # type: ignore[arg-type] - checked there
+        )
+        self.name = "DatasetEnv"
+        self.objective = objective
+        self.tokenizer = tokenizer
+        self.response_column = response_column
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.data_batch_size_per_gpu = data_batch_size_per_gpu
+        self.max_context_length = max_context_length
+        self.min_completion_length = min_completion_length
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self._train = builder.build(train_dataset, "train")
+        self._test = builder.build(test_dataset, "test")
+        self._feed = Feed(self._train, seed=seed, rank=rank, world_size=world_size)
+        self._test_feed = self._fresh_test_feed()
+        self._eval_depth = 0
+        for report in (self._train.report, self._test.report):
+            _warn(report)
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    def reset(self, reset_dataloaders: bool = False) -> Batch:
+        """The next batch of the active split; at the end of a pass the next one begins.
+
+        Args:
+            reset_dataloaders: Rewind both splits and zero ``num_epochs`` first.
+        """
+        if reset_dataloaders:
+            self._feed.rewind()
+            self._test_feed.rewind()
+        feed = self._test_feed if self.evaluation_mode else self._feed
+        return feed.take(self.data_batch_size_per_gpu * self.world_size)
+
+    def take(self, rows: int) -> Batch:
+        """This rank's share of the next ``rows`` global train rows; never crosses an epoch's end."""
+        return self._feed.take(rows)
+
+    def feed(self) -> Feed:
+        """An independent reader of the train split that starts at the present place."""
+        return self._feed.copy()
+
+    @property
+    def reader(self) -> Feed:
+        """The reader behind :meth:`take`: ``epoch``, ``position`` and ``num_rows`` of the train split."""
+        return self._feed
+
+    def test_batches(self, rows_per_batch: int | None = None, limit: int | None = None) -> Iterator[Batch]:
+        """This rank's share of the test split from its start, the same at every call.
+
+        Args:
+            rows_per_batch: Global rows of a batch; None: ``data_batch_size_per_gpu`` on each rank.
+            limit: Most batches; None: the whole split, once.
+        """
+        rows = self.data_batch_size_per_gpu * self.world_size if rows_per_batch is None else rows_per_batch
+        feed, count = self._fresh_test_feed(), 0
+        while feed.epoch == 0 and (limit is None or count < limit):
+            yield feed.take(rows)
+            count += 1
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Make the test split the active one; may be nested, and ends even when the block raises."""
+        self._eval_depth += 1
+        try:
+            yield
+        finally:
+            self._eval_depth -= 1
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the train split, as plain data."""
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to a place in the train split.
+
+        Raises:
+            DataError: It belongs to other data or another seed.
+        """
+        self._feed.load_state_dict(state)
+
+    # Facts -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def evaluation_mode(self) -> bool:
+        """Whether the test split is the active one."""
+        return self._eval_depth > 0
+
+    @property
+    def num_epochs(self) -> int:
+        """Full passes over the train split."""
+        return self._feed.epoch
+
+    @property
+    def dataset_size(self) -> dict[str, int]:
+        """Rows of this rank in each split, after filtering and sharding."""
+        return {"train": self._share_of(self._train), "test": self._share_of(self._test)}
+
+    def __len__(self) -> int:
+        """Rows of the active split on this rank."""
+        return self._share_of(self._test if self.evaluation_mode else self._train)
+
+    @property
+    def reports(self) -> dict[str, Report]:
+        """What happened to the rows of each split."""
+        return {"train": self._train.report, "test": self._test.report}
+
+    @property
+    def report(self) -> Report:
+        """What happened to the rows of the train split."""
+        return self._train.report
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row of either split; must not exceed the model's positions."""
+        return max(self._train.longest, self._test.longest)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any token or weight of the train split."""
+        return self._train.fingerprint
+
+    def close(self) -> None:
+        """Let go of the data; batches cannot be drawn afterwards."""
+        empty = type(self._train).__new__(type(self._train))
+        self._train = self._test = empty
+
+    def _fresh_test_feed(self) -> Feed:
+        return Feed(self._test, seed=self.seed, rank=self.rank, world_size=self.world_size, is_shuffled=False)
+
+    def _share_of(self, split: Split) -> int:
+        full, rest = divmod(len(split), self.data_batch_size_per_gpu * self.world_size)
+        return full * self.data_batch_size_per_gpu + share_sizes(rest, self.world_size)[self.rank]
+
+
+def _warn(report: Report) -> None:
+    """One warning for a split that lost rows or tokens."""
+    told = [f"dropped {count} ({reason.replace('_', ' ')})" for reason, count in sorted(report.dropped.items())]
+    if report.cut:
+        told.append(f"cut {report.cut}")
+    if told:
+        warnings.warn(f"{report.split} split: of {report.rows_in} rows, {', '.join(told)}.", UserWarning, stacklevel=3)
+
+
+def _check_ranks(rank: Any, world_size: Any) -> None:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DataError(f"{name} is {value!r}; it must be a whole number.")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise DataError(f"rank {rank} does not exist in a world of {world_size}; ranks are 0 to world_size - 1.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{name} is {value!r}; it must be a positive whole number.")
