@@ -84,6 +84,15 @@ class DenseRuntime(Collectives):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to do."""
 
+    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors on the CPU of rank 0 (views where they are there already), empty elsewhere."""
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if self.is_main else {}
+
+    def copy_into(self, target: Tensor, value: Tensor) -> None:
+        """Write ``value`` into ``target`` in place."""
+        with torch.no_grad():
+            target.copy_(value)
+
     def collect_parameters(self, model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies on the CPU of rank 0, empty elsewhere; local, since all ranks hold the same."""
         return named.collect_parameters(model, names, self._gather)

@@ -93,6 +93,14 @@ class Runtime(Protocol):
         """Wait for every rank."""
         ...
 
+    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU of rank 0, empty elsewhere. Every rank must call it with the same names."""
+        ...
+
+    def copy_into(self, target: Tensor, value: Tensor) -> None:
+        """Write a whole tensor, given on every rank, into a possibly sharded one in place."""
+        ...
+
     def collect_parameters(self, model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU of rank 0, empty elsewhere. Every rank must call it with the same names."""
         ...

@@ -12,7 +12,6 @@ from torch import nn
 from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.checkpoint import base_fingerprint
 from agilerl.errors import ConfigError
-from agilerl.models import fused_lora
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model
 from agilerl.models.head import Head, find_head, unwrap
@@ -94,7 +93,6 @@ def build_actor(
             adapters = Adapters(model)
             adapters.add("reference", like="actor", seed=settings.seed)
             adapters.copy("actor", "reference")  # the reference is the policy that training starts from
-        fused_lora.install(model)
     elif needing := settings.needing_adapter():
         raise ConfigError(f"{', '.join(needing)} needs a lora_config: without one the whole network is trained.")
     return model, base
