@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from agilerl.errors import ModelError
+from agilerl.models.varlen import varlen
 
 __all__ = ["SEGMENTED", "Segments", "attend", "segmented_attention"]
 
@@ -44,10 +46,28 @@ _HARMLESS = frozenset(
 
 @dataclass
 class Segments:
-    """Boundaries of the samples in the packed row that a model is computing, and how often attention asked for them."""
+    """Boundaries of the samples in the packed row that a model is computing, and what every layer reuses."""
 
     lengths: tuple[int, ...]
     calls: int = 0
+    tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    def mask(self, length: int, window: int | None, device: torch.device) -> Tensor:
+        """Causal, banded to the last `window` positions, ``[l, l]``; True where attention is allowed."""
+        window = None if window is None or length <= window else window
+        key = ("mask", length, window, device)
+        if key not in self.tensors:
+            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+            self.tensors[key] = mask if window is None else mask.triu_(1 - window)
+        return self.tensors[key]
+
+    def starts(self, device: torch.device) -> Tensor:
+        """First position of each sample and the total, int32 ``[samples + 1]``."""
+        key = ("starts", device)
+        if key not in self.tensors:
+            bounds = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            self.tensors[key] = bounds.to(device, non_blocking=True)
+        return self.tensors[key]
 
 
 _active: dict[int, Segments] = {}
@@ -70,14 +90,15 @@ def attend(configs: Sequence[Any], lengths: Iterable[int]) -> Iterator[Segments]
             _active.pop(id(config), None)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Causal, banded to the last `window` positions, ``[l, l]``; True where attention is allowed."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    return mask if window is None or length <= window else mask.triu_(1 - window)
-
-
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask: Tensor,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention with the terms that SDPA lacks: capped scores and attention sinks."""
     groups = q.shape[1] // k.shape[1]
@@ -93,7 +114,7 @@ def _explicit(
         weights = torch.cat([scores, column], -1).softmax(-1, dtype=exact)[..., :-1]
     else:
         weights = scores.softmax(-1, dtype=exact)
-    return weights.to(v.dtype) @ v
+    return F.dropout(weights.to(v.dtype), dropout) @ v
 
 
 def segmented_attention(
@@ -138,23 +159,28 @@ def segmented_attention(
     if segments is None or query.shape[2] != sum(segments.lengths) or key.shape[2] != query.shape[2]:
         raise ModelError("Packed attention was called outside of a packed micro-batch; use Packer.running.")
     segments.calls += 1
-    needs_explicit = bool(softcap) or s_aux is not None
-    grouped = query.shape[1] != key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = not softcap and s_aux is None
+    if plain and not dropout:
+        joined = varlen(
+            query, key, value, segments.starts(query.device), max(segments.lengths), scale, sliding_window or None
+        )
+        if joined is not None:
+            return joined, None
+    grouped = query.shape[1] != key.shape[1]
     outputs: list[Tensor] = []
     lengths = list(segments.lengths)
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        length = q.shape[2]
-        if needs_explicit:
-            outputs.append(_explicit(q, k, v, scale, _window_mask(length, sliding_window, q.device), softcap, s_aux))
-            continue
-        banded = sliding_window is not None and length > sliding_window
-        mask = _window_mask(length, sliding_window, q.device) if banded else None
-        outputs.append(
-            F.scaled_dot_product_attention(
+        if plain:
+            banded = bool(sliding_window) and q.shape[2] > (sliding_window or 0)
+            mask = segments.mask(q.shape[2], sliding_window, q.device) if banded else None
+            out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
-        )
+        else:
+            mask = segments.mask(q.shape[2], sliding_window or None, q.device)
+            out = _explicit(q, k, v, scale, mask, dropout, softcap, s_aux)
+        outputs.append(out)
     # The copy that the joining makes leaves the heads next to each other, as the output projection wants them.
     return torch.cat([out.transpose(1, 2) for out in outputs], 1), None
 

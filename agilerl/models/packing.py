@@ -54,6 +54,7 @@ class Packer:
         token_budget: Cells per micro-batch where no number of rows is set: a function of the model and its settings.
         weight_dtype: Dtype of the weights of targets.
         with_positions: Whether the model is handed ``position_ids``.
+        masks_padding: Whether padding is masked. It need not be where nothing looks ahead: real tokens come first.
     """
 
     path: PackingPath
@@ -61,6 +62,7 @@ class Packer:
     token_budget: int
     weight_dtype: torch.dtype = torch.float32
     with_positions: bool = True
+    masks_padding: bool = True
 
     def plan(self, lengths: Sequence[int], max_rows: int | None, token_budget: int | None = None) -> list[list[int]]:
         """Share rows out among micro-batches.
@@ -122,10 +124,12 @@ class Packer:
             return torch.zeros(num_cells, dtype=values.dtype).index_copy_(0, cells, values).view(shape)
 
         inputs = {"input_ids": spread(ids)}
-        if width:
+        if width and self.masks_padding:
             inputs["attention_mask"] = spread(torch.ones(total, dtype=torch.long))
+        elif width:
+            inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if self.with_positions:
-            inputs["position_ids"] = spread(positions)
+            inputs["position_ids"] = torch.arange(width).expand(shape) if width else positions.view(shape)
         inputs.update(_extras(samples, lengths, spread))
         return MicroBatch(
             inputs={name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()},

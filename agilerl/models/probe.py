@@ -12,15 +12,17 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from agilerl.errors import ConfigError
-from agilerl.models.attention import attend
+from agilerl.errors import ConfigError, ModelError
+from agilerl.models.attention import Segments
+from agilerl.models.head import final_hidden_states, find_head
 from agilerl.models.microbatch import Sample
-from agilerl.models.packing import Packer, PackingPath, attention_configs, text_model
+from agilerl.models.packing import Packer, PackingPath, text_model
 
 __all__ = ["choose_packer", "default_token_budget"]
 
@@ -61,15 +63,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _backbone(model: nn.Module) -> nn.Module:
-    inner = text_model(model)
-    return getattr(inner, "base_model", inner)
-
-
-def _hidden(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    return _backbone(model)(**inputs, use_cache=False)[0]
-
-
 def _same(found: Tensor, expected: Tensor) -> bool:
     tolerance = _TOLERANCE.get(expected.dtype, 1e-3)
     exact = expected.double()
@@ -77,7 +70,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return bool(torch.isfinite(difference)) and float(difference) <= tolerance
 
 
-def _keeps_apart(model: nn.Module, packer: Packer, num_layers: int) -> str | None:
+def _keeps_apart(model: Any, packer: Packer, num_layers: int) -> str | None:
     """Run the probe on one path; return what is wrong with it, or None."""
     device = next(model.parameters()).device
     vocabulary = int(getattr(text_model(model).config.get_text_config(), "vocab_size", 8))
@@ -85,52 +78,78 @@ def _keeps_apart(model: nn.Module, packer: Packer, num_layers: int) -> str | Non
     lengths = (*_PROBE_LENGTHS, _PROBE_LENGTHS[0])
     ids = [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
     first, second, other = (Sample(row, torch.ones(len(row))) for row in ids)
-    alone = Packer(path="padded", reason="", token_budget=1, with_positions=packer.with_positions)
-    expected = [_hidden(model, alone.collate([sample], device).inputs)[0] for sample in (first, second)]
-    together = packer.collate([first, second], device)
-    swapped = packer.collate([other, second], device)
-    if packer.path == "packed":
-        configs = attention_configs(model)
-        with attend(configs, together.lengths) as segments:
-            found = _hidden(model, together.inputs)[0]
-        if segments.calls != num_layers:
-            return f"{segments.calls} of {num_layers} layers use the attention interface"
-    else:
-        found = _hidden(model, together.inputs)[0]
-    with packer.running(model, swapped):
-        moved = _hidden(model, swapped.inputs)[0]
-    size = _PROBE_LENGTHS[0]
-    if not (_same(found[:size], expected[0]) and _same(found[size:], expected[1])):
-        return "samples in one row do not come out as when they are alone"
-    if not _same(moved[size:], found[size:]):
-        return "a sample is changed by its neighbour in the row"
+
+    def run(how: Packer, *samples: Sample) -> list[Tensor]:
+        micro = how.collate(samples, device)
+        with how.running(model, micro) as segments:
+            hidden = final_hidden_states(model, micro.inputs)
+        if isinstance(segments, Segments) and segments.calls != num_layers:
+            raise ModelError(f"{segments.calls} of {num_layers} layers use the attention interface")
+        if how.path == "padded":
+            return [row[: len(sample.ids)] for row, sample in zip(hidden, samples, strict=True)]
+        return list(hidden[0].split([len(sample.ids) for sample in samples]))
+
+    alone = replace(packer, path="padded")
+    together, swapped = run(packer, first, second), run(packer, other, second)
+    for found, sample in zip(together, (first, second), strict=True):
+        if not _same(found, run(alone, sample)[0]):
+            return "samples do not come out as when they are alone"
+    if not _same(swapped[1], together[1]):
+        return "a sample is changed by its neighbour"
     return None
 
 
-def _try(model: nn.Module, packer: Packer, num_layers: int) -> str | None:
+def _try(model: Any, packer: Packer, num_layers: int = 0) -> str | None:
     try:
         return _keeps_apart(model, packer, num_layers)
+    except ModelError as error:
+        return str(error)
     except Exception as error:
         # Models answer an unexpected call in many ways; whatever it is, it is a reason against this path.
-        return (
-            f"the model refuses it ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
-        )
+        words = " ".join(str(error).split())[:120]
+        return f"the model refuses it ({type(error).__name__}: {words})"
 
 
-def _obstacle(model: nn.Module, positions_from_mask: bool) -> str | None:
+def _takes_positions(model: Any) -> bool:
+    inner = text_model(model)
+    return "position_ids" in inspect.signature(getattr(inner, "base_model", inner).forward).parameters
+
+
+def _obstacle(model: Any, positions_from_mask: bool) -> str | None:
     """What forbids any path that relies on restarting positions, before anything is run."""
     inner = text_model(model)
     if not positions_from_mask:
         return "positions are not taken from the attention mask (calc_position_embeddings=False)"
     if inner.config.get_text_config() is not inner.config:
         return "the model takes more than text and derives positions by itself"
-    if "position_ids" not in inspect.signature(_backbone(model).forward).parameters:
+    if not _takes_positions(model):
         return "the model takes no position_ids"
     if getattr(inner, "_is_stateful", False):
         return "the model is recurrent"
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "the weights are not loaded yet, so the model cannot be probed"
     return None
+
+
+def _probe(model: Any, base: Packer, obstacle: str | None) -> Packer:
+    config = text_model(model).config.get_text_config()
+    if obstacle is None:
+        layers = int(getattr(config, "num_hidden_layers", 0))
+        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+        against = f"it has layers of type {', '.join(unknown)}" if unknown else None
+        against = against or _try(model, replace(base, path="packed"), layers)
+        if against is None:
+            return replace(base, path="packed", reason="each sample attends to itself only; no padding is computed")
+        native = _try(model, replace(base, path="native"))
+        if native is None:
+            reason = f"the model's own attention keeps samples apart; attention per sample is ruled out: {against}"
+            return replace(base, path="native", reason=reason)
+        obstacle = f"no path without padding is exact: {against}; with its own attention: {native}"
+    return _padded(model, replace(base, path="padded", reason=obstacle))
+
+
+def _padded(model: Any, base: Packer) -> Packer:
+    """Leave padding unmasked where real tokens do not see it: attention is faster, and no row is all masked."""
+    unmasked = replace(base, path="padded", masks_padding=False)
+    return unmasked if _try(model, unmasked) is None else replace(base, path="padded")
 
 
 def choose_packer(model: Any, *, positions_from_mask: bool = True, prefer: str | None = None) -> Packer:
@@ -147,40 +166,25 @@ def choose_packer(model: Any, *, positions_from_mask: bool = True, prefer: str |
     if prefer is not None and prefer not in get_args(PackingPath):
         raise ConfigError(f"The path {prefer!r} is unknown; choose from {', '.join(get_args(PackingPath))}.")
     inner = text_model(model)
-    config = inner.config.get_text_config()
-    takes_positions = "position_ids" in inspect.signature(_backbone(model).forward).parameters
-    with_positions = positions_from_mask and takes_positions and config is inner.config
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-    def make(path: PackingPath, reason: str) -> Packer:
-        return Packer(
-            path=path,
-            reason=reason,
-            token_budget=default_token_budget(model),
-            weight_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-            with_positions=with_positions,
-        )
-
-    if prefer is not None:
-        path: PackingPath = prefer  # type: ignore[assignment]
-        return make(path, "asked for")
-    packer = _probe(model, make, _obstacle(model, positions_from_mask))
+    base = Packer(
+        path="padded",
+        reason="asked for",
+        token_budget=default_token_budget(model),
+        weight_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        with_positions=positions_from_mask
+        and inner.config.get_text_config() is inner.config
+        and _takes_positions(model),
+    )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return replace(base, reason="the weights are not loaded yet, so the model cannot be probed")
+    find_head(model)  # settles how the model's hidden states are reached
+    with _evaluating(model):
+        if prefer == "padded":
+            packer = _padded(model, base)
+        elif prefer is not None:
+            packer = replace(base, path=cast(PackingPath, prefer))
+        else:
+            packer = _probe(model, base, _obstacle(model, positions_from_mask))
     logger.info("Micro-batches take the %s path: %s.", packer.path, packer.reason)
     return packer
-
-
-def _probe(model: nn.Module, make: Any, obstacle: str | None) -> Packer:
-    if obstacle is not None:
-        return make("padded", obstacle)
-    config = text_model(model).config.get_text_config()
-    layers = int(getattr(config, "num_hidden_layers", 0))
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
-    with _evaluating(model):
-        against = f"it has layers of type {', '.join(unknown)}" if unknown else None
-        against = against or _try(model, make("packed", ""), layers)
-        if against is None:
-            return make("packed", "each sample attends to itself only; no padding is computed")
-        native = _try(model, make("native", ""), layers)
-    if native is None:
-        return make("native", f"its own attention keeps samples apart; attention per sample is not possible: {against}")
-    return make("padded", f"no padding-free path is exact: {against}; own attention: {native}")
