@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from agilerl.checkpoint.background import BackgroundWriter
+from agilerl.checkpoint.complete import Problem, newest_complete
 from agilerl.checkpoint.content import AdapterContent, CheckpointContent, FullModel
 from agilerl.checkpoint.fingerprint import base_fingerprint, same_base
+from agilerl.checkpoint.folder import CheckpointFolder, check_writable, existing_checkpoint
 from agilerl.checkpoint.plain import json_safe, plain
 from agilerl.checkpoint.read import read_adapter, read_checkpoint
 from agilerl.checkpoint.snapshot import HostBuffers, LLMCheckpointSnapshot
@@ -11,12 +14,18 @@ from agilerl.checkpoint.write import write_checkpoint
 
 __all__ = [
     "AdapterContent",
+    "BackgroundWriter",
     "CheckpointContent",
+    "CheckpointFolder",
     "FullModel",
     "HostBuffers",
     "LLMCheckpointSnapshot",
+    "Problem",
     "base_fingerprint",
+    "check_writable",
+    "existing_checkpoint",
     "json_safe",
+    "newest_complete",
     "plain",
     "read_adapter",
     "read_checkpoint",

@@ -147,4 +147,6 @@ def output_errors(path: Path, consequence: str) -> Iterator[None]:
             reason = f"{error.strerror}; make the folder writable or name another one"
         else:
             reason = error.strerror or str(error)
-        raise OutputError(error.errno, f"Cannot write to {path}: {reason}. {consequence}".strip()) from error
+        failure = OutputError(f"Cannot write to {path}: {reason}. {consequence}".strip())
+        failure.errno = error.errno
+        raise failure from error

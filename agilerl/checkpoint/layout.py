@@ -17,10 +17,12 @@ A folder ``path`` looks like this; everything but the numbered payloads is a rel
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from agilerl.checkpoint.files import replace_link, sync_folder
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, OutputError
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -33,10 +35,13 @@ __all__ = [
     "ROLES",
     "TRAINING",
     "VERSIONS",
+    "check_free",
     "current_version",
     "describe_folder",
     "payload_of",
     "publish",
+    "remove_listed",
+    "set_link",
     "version_numbers",
 ]
 
@@ -115,22 +120,89 @@ def describe_folder(path: Path) -> str:
     return f"no {ATTRIBUTES} among {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
 
 
-def publish(path: Path, number: int) -> None:
+def check_free(path: Path, names: Iterable[str]) -> list[str]:
+    """Check that nothing foreign is in the way of root links with these names.
+
+    Returns:
+        Names that are in the way but belong to a checkpoint whose links were resolved by copying.
+
+    Raises:
+        OutputError: A file that no checkpoint owns has one of the names.
+    """
+    occupied = [name for name in names if (path / name).exists() and not (path / name).is_symlink()]
+    if not occupied:
+        return []
+    owned = _owned_names(path)
+    foreign = [name for name in occupied if name not in owned]
+    if foreign:
+        raise OutputError(
+            f"{path / foreign[0]} is in the way of a checkpoint and was not written by one; move it or name another folder."
+        )
+    return occupied
+
+
+def _owned_names(path: Path) -> set[str]:
+    """First parts of the names that the manifest at the root lists; empty where there is none."""
+    try:
+        content = json.loads((path / MANIFEST).read_bytes())
+        return {name.split("/")[0] for name in [*content["files"], *content["links"]]} | {MANIFEST}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def publish(path: Path, number: int, resolved: Iterable[str] = ()) -> None:
     """Make payload ``number`` the checkpoint at ``path``: one link is replaced, everything at the root follows.
 
     Links for new names are made before (they lead nowhere yet) and links for names that are gone are removed after.
+
+    Args:
+        path: The checkpoint folder.
+        number: A complete payload.
+        resolved: Names from :func:`check_free`: files of a resolved copy, which give way to links.
     """
-    payload = path / VERSIONS / str(number)
+    versions, payload = path / VERSIONS, path / VERSIONS / str(number)
+    _check_link(versions / CURRENT)
     for entry in sorted(payload.iterdir()):
         link, target = path / entry.name, f"{VERSIONS}/{CURRENT}/{entry.name}"
-        if link.is_symlink() and str(link.readlink()) == target:
-            continue
-        if link.exists() and not link.is_symlink():
-            continue  # a copy whose links were resolved; see adopt()
+        if entry.name not in resolved and not (link.is_symlink() and str(link.readlink()) == target):
+            replace_link(link, target)
+    replace_link(versions / CURRENT, str(number))
+    for name in resolved:
+        link, target = path / name, f"{VERSIONS}/{CURRENT}/{name}"
+        if link.is_dir():  # no rename replaces a folder by a link, so it steps aside
+            link.rename(versions / f".writing-{name}")
         replace_link(link, target)
-    replace_link(path / VERSIONS / CURRENT, str(number))
     for link in path.iterdir():
         is_ours = link.is_symlink() and str(link.readlink()).startswith(f"{VERSIONS}/{CURRENT}/")
         if is_ours and not link.exists():
             link.unlink()
     sync_folder(path)
+
+
+def _check_link(link: Path) -> None:
+    """Move a resolved copy of the current payload out of the way of the link; it is one of the kept payloads too."""
+    if link.is_dir() and not link.is_symlink():
+        link.rename(link.with_name(".writing-resolved"))
+
+
+def set_link(link: Path, target: str) -> None:
+    """Replace a link of ours.
+
+    Raises:
+        OutputError: Something else has the name.
+    """
+    if link.exists() and not link.is_symlink():
+        raise OutputError(f"{link} is in the way and was not written by a checkpoint; move it or name another folder.")
+    if not link.is_symlink() or str(link.readlink()) != target:
+        replace_link(link, target)
+
+
+def remove_listed(folder: Path, names: Iterable[str]) -> None:
+    """Delete these files and the folders that are empty then; whatever else lies there stays, with its folder."""
+    names = list(names)
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    parents = {parent for name in names for parent in (folder / name).parents if parent.is_relative_to(folder)}
+    for parent in sorted(parents, key=lambda one: len(one.parts), reverse=True):
+        if parent.is_dir() and not any(parent.iterdir()):
+            parent.rmdir()

@@ -22,7 +22,7 @@ from agilerl.checkpoint.tensors import without_aliases, write_plain, write_safet
 from agilerl.checkpoint.tokenizer import tokenizer_files
 from agilerl.errors import CheckpointError, OutputError
 
-__all__ = ["remove_version", "write_checkpoint", "write_payload", "writer_lock"]
+__all__ = ["remove_version", "store", "write_checkpoint", "write_payload", "writer_lock"]
 
 log = logging.getLogger(__name__)
 
@@ -53,44 +53,54 @@ def write_checkpoint(
         OutputError: The folder cannot be written or is full; what was there before is untouched.
     """
     root = Path(path)
-    with output_errors(root, _consequence(root)), writer_lock(root):
-        for leftover in (root / layout.VERSIONS).glob(".writing-*"):
-            remove_tree(leftover)
-        known = layout.version_numbers(root)
-        previous = layout.current_version(root)
-        number = max(known, default=0) + 1
-        aside = root / layout.VERSIONS / f".writing-{number}"
-        try:
-            for k, member in enumerate(members):
-                write_payload(member, aside / layout.POPULATION / str(k), {"step": step, "member": k})
-            write_payload(content, aside, {"step": step, **(info or {})})
-            aside.rename(root / layout.VERSIONS / str(number))
-            sync_folder(root / layout.VERSIONS)
-            layout.publish(root, number)
-        except BaseException:
-            remove_tree(aside)
-            raise
-        if not keep_history and previous is not None:
-            remove_version(root, previous)
+    with writer_lock(root):
+        previous = layout.version_numbers(root)
+        number = store(content, root, members=members, info={"step": step, **(info or {})})
+        if not keep_history:
+            for old in previous:
+                remove_version(root, old)
     return number
 
 
-def _consequence(root: Path) -> str:
-    if (root / layout.ATTRIBUTES).exists():
-        return "The checkpoint that was there is unharmed."
-    return "Nothing was saved."
+def store(
+    content: CheckpointContent, root: Path, *, members: Sequence[CheckpointContent] = (), info: Mapping[str, Any]
+) -> int:
+    """Write the next payload and make it current; the caller holds :func:`writer_lock`."""
+    versions = root / layout.VERSIONS
+    for leftover in versions.glob(".writing-*"):  # of a process that was killed
+        remove_tree(leftover)
+    number = max(layout.version_numbers(root), default=0) + 1
+    aside = versions / f".writing-{number}"
+    try:
+        for k, member in enumerate(members):
+            write_payload(member, aside / layout.POPULATION / str(k), {**info, "member": k})
+        write_payload(content, aside, info)
+        resolved = layout.check_free(root, [entry.name for entry in aside.iterdir()])
+        aside.rename(versions / str(number))
+    except BaseException:
+        remove_tree(aside)
+        raise
+    sync_folder(versions)
+    layout.publish(root, number, resolved)
+    return number
 
 
 @contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
-    """One writer per folder; the system frees the lock when a process dies."""
-    (root / layout.VERSIONS).mkdir(parents=True, exist_ok=True)
-    with (root / layout.VERSIONS / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"Another process is writing checkpoints to {root}; name another folder.") from None
-        yield
+    """Let one writer into the folder, and turn system errors into one :class:`OutputError`.
+
+    The system frees the lock when a process dies.
+    """
+    has_one = (root / layout.ATTRIBUTES).exists()
+    consequence = "The checkpoint that was there is unharmed." if has_one else "Nothing was saved."
+    with output_errors(root, consequence):
+        (root / layout.VERSIONS).mkdir(parents=True, exist_ok=True)
+        with (root / layout.VERSIONS / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutputError(f"Another process is writing checkpoints to {root}; name another folder.") from None
+            yield
 
 
 def write_payload(content: CheckpointContent, folder: Path, info: Mapping[str, Any]) -> None:
@@ -177,12 +187,8 @@ def remove_version(root: Path, number: int) -> None:
     try:
         manifest = read_manifest(payload)
     except CheckpointError as error:
-        log.warning("%s is left in place: %s", payload, error)
+        log.debug("%s is left in place: %s", payload, error)
         return
     # The manifest goes first: a payload without one is never taken for complete.
     (payload / layout.MANIFEST).unlink()
-    for name in [*manifest.links, *manifest.files]:
-        (payload / name).unlink(missing_ok=True)
-    for folder in sorted({parent for name in manifest.files for parent in (payload / name).parents}, reverse=True):
-        if folder.is_relative_to(payload) and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    layout.remove_listed(payload, [*manifest.links, *manifest.files])
