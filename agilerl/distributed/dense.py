@@ -15,7 +15,7 @@ from agilerl.distributed import named
 from agilerl.distributed.checkpointing import set_gradient_checkpointing
 from agilerl.distributed.collectives import Collectives, told
 
-__all__ = ["DenseRuntime", "all_reduce_gradients"]
+__all__ = ["DenseRuntime", "all_reduce_gradients", "synchronise"]
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -29,7 +29,9 @@ class DenseRuntime(Collectives):
 
     lockstep = False
 
-    def load_base(self, name: str, load: Callable[[], nn.Module], **from_pretrained: Any) -> nn.Module:
+    def load_base(
+        self, name: str, load: Callable[[], nn.Module], *, needs_weights: bool = False, **from_pretrained: Any
+    ) -> nn.Module:
         """``load()``; the other arguments serve sharded runtimes."""
         return load()
 
@@ -46,7 +48,7 @@ class DenseRuntime(Collectives):
         set_gradient_checkpointing(model, gradient_checkpointing)
         if self.world_size > 1:
             with told():
-                self._synchronise(model)
+                synchronise(model, self._wire)
         return model
 
     def unprepare(self, model: nn.Module) -> nn.Module:
@@ -85,7 +87,7 @@ class DenseRuntime(Collectives):
         """Nothing to do."""
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on the CPU of rank 0 (views where they are there already), empty elsewhere."""
+        """The tensors themselves on the CPU of rank 0 (no copy where they are there), empty elsewhere."""
         return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if self.is_main else {}
 
     def copy_into(self, target: Tensor, value: Tensor) -> None:
@@ -112,21 +114,6 @@ class DenseRuntime(Collectives):
     def _gather(self, tensor: Tensor) -> Tensor | None:
         return tensor.detach().to("cpu", copy=True) if self.is_main else None
 
-    def _synchronise(self, model: nn.Module) -> None:
-        """Give every rank rank 0's weights; frozen ones only where a checksum differs."""
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        for tensor in (t for t in tensors.values() if t.requires_grad):
-            dist.broadcast(tensor.data, src=0)
-        frozen = [t.data for t in tensors.values() if not t.requires_grad and t.numel()]
-        sums = torch.stack([_checksum(tensor) for tensor in frozen]) if frozen else torch.zeros(0, dtype=torch.float64)
-        reference = sums.to(self._wire)
-        dist.broadcast(reference, src=0)
-        differing = torch.ne(reference.to(sums.device), sums).to(torch.uint8).to(self._wire)
-        dist.all_reduce(differing, op=dist.ReduceOp.MAX)
-        for tensor, differs in zip(frozen, differing.tolist(), strict=True):
-            if differs:
-                dist.broadcast(tensor, src=0)
-
 
 def all_reduce_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, wire: torch.device) -> None:
     """Sum the gradients of whole parameters over ``group``, in buckets; half precision is summed in float32."""
@@ -144,6 +131,22 @@ def all_reduce_gradients(parameters: list[nn.Parameter], group: dist.ProcessGrou
             dist.all_reduce(flat, group=group)
             for parameter, summed in zip(part, flat.split([p.numel() for p in part]), strict=True):
                 _gradient(parameter).copy_(summed.view_as(parameter))
+
+
+def synchronise(model: nn.Module, wire: torch.device) -> None:
+    """Give every rank rank 0's weights; frozen ones only where a checksum differs."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for tensor in (t for t in tensors.values() if t.requires_grad):
+        dist.broadcast(tensor.data, src=0)
+    frozen = [t.data for t in tensors.values() if not t.requires_grad and t.numel()]
+    sums = torch.stack([_checksum(tensor) for tensor in frozen]) if frozen else torch.zeros(0, dtype=torch.float64)
+    reference = sums.to(wire)
+    dist.broadcast(reference, src=0)
+    differing = torch.ne(reference.to(sums.device), sums).to(torch.uint8).to(wire)
+    dist.all_reduce(differing, op=dist.ReduceOp.MAX)
+    for tensor, differs in zip(frozen, differing.tolist(), strict=True):
+        if differs:
+            dist.broadcast(tensor, src=0)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -27,12 +27,15 @@ class Runtime(Protocol):
     lockstep: bool
     """Whether every data-parallel rank must run the same number of micro-batches (sharded models: yes)."""
 
-    def load_base(self, name: str, load: Callable[[], nn.Module], **from_pretrained: Any) -> nn.Module:
+    def load_base(
+        self, name: str, load: Callable[[], nn.Module], *, needs_weights: bool = False, **from_pretrained: Any
+    ) -> nn.Module:
         """The base model ``name``: ``load()`` itself, or a skeleton without weights that :meth:`prepare` fills.
 
         Args:
             name: Local folder, or name on the Hub.
             load: Loads the whole model; used where a skeleton will not do.
+            needs_weights: Adapters will start from the base weights (DoRA, PiSSA): no skeleton.
             from_pretrained: Keyword arguments of ``from_pretrained`` (dtype, attn_implementation, ...).
         """
         ...
@@ -94,11 +97,11 @@ class Runtime(Protocol):
         ...
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU of rank 0, empty elsewhere. Every rank must call it with the same names."""
+        """Whole, detached tensors on the CPU of rank 0, empty elsewhere; not copied where that is not needed."""
         ...
 
     def copy_into(self, target: Tensor, value: Tensor) -> None:
-        """Write a whole tensor, given on every rank, into a possibly sharded one in place."""
+        """Write a whole tensor, given on every rank, into a possibly sharded ``target`` in place."""
         ...
 
     def collect_parameters(self, model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

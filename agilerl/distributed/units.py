@@ -1,0 +1,134 @@
+"""Which parameters are gathered together, and when.
+
+The units are the model's blocks, and one more for what lies outside them: embeddings, final norm and head. Training
+calls the backbone and the head directly and never the whole model, so that the outer unit is opened by hand around each
+micro-batch; the blocks open and close themselves.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from agilerl.distributed.checkpointing import blocks_of
+from agilerl.distributed.config import FSDPConfig
+
+__all__ = ["close_units", "open_units", "shard_units", "sync_gradients", "units_of"]
+
+OPENER = "_agilerl_open_outer_unit"
+
+
+def shard_units(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, device: torch.device) -> None:
+    """Shard ``model`` in place over ``mesh``: blocks first, then the rest."""
+    compute = getattr(torch, config.param_dtype)
+    reduce = getattr(torch, config.reduce_dtype)
+    whole = _kept_whole(model, config.param_persistence_threshold, compute)
+    _level_trainable_dtypes(model, whole)
+    offload: OffloadPolicy = OffloadPolicy()
+    if config.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+        "offload_policy": offload,
+        "ignored_params": whole,
+    }
+    blocks = [block for _, block in blocks_of(model)]
+    size = config.wrap_every_n_blocks
+    units: list[list[nn.Module]] = []
+    for start in range(0, len(blocks), size):
+        unit = blocks[start : start + size]
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=config.reshard_after_forward, **settings)
+        units.append(unit)
+    fully_shard(model, reshard_after_forward=False, **settings)
+    for parameter in whole:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    _add_opener(model)
+    for unit in units_of(model):
+        unit.set_gradient_divide_factor(1.0)  # the loss is divided already: gradients are summed
+        if hasattr(unit, "set_force_sum_reduction_for_comms"):
+            unit.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows too
+    _set_prefetch([unit[0] for unit in units], config)
+
+
+def units_of(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that FSDP2 manages."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def open_units(model: nn.Module) -> None:
+    """Gather what lies outside the blocks; blocks gather themselves when they run."""
+    close_units(model)
+    getattr(model, OPENER)()
+
+
+def close_units(model: nn.Module) -> None:
+    """Free whatever is gathered. Weights changed since the last gathering are seen by the next one."""
+    for unit in units_of(model):
+        unit.reshard()
+
+
+def sync_gradients(model: nn.Module, reduce: bool, is_last: bool) -> None:
+    """Whether the next backward pass reduces gradients over the ranks."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(reduce)
+    model.set_is_last_backward(is_last or reduce)
+
+
+def _add_opener(model: nn.Module) -> None:
+    """Methods that gather the outer unit: one that does nothing else, and generation, which skips PEFT's forward."""
+    setattr(model, OPENER, types.MethodType(lambda _self: None, model))
+    register_fsdp_forward_method(model, OPENER)
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+
+
+def _kept_whole(model: nn.Module, threshold: int, compute: torch.dtype) -> set[nn.Parameter]:
+    """Small parameters that every rank keeps whole; frozen ones take the dtype that their block computes in.
+
+    PEFT casts the input of adapter factors to their dtype, so these may stay in float32. Other trainable parameters are
+    kept whole only where they are in the compute dtype already: FSDP2 keeps their full-precision shards otherwise.
+    """
+    kept = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 0 and parameter.numel() >= threshold:
+            continue
+        is_factor = any(part.startswith(("lora_A", "lora_B", "lora_embedding_")) for part in name.split("."))
+        if parameter.requires_grad and not is_factor and parameter.dtype != compute and parameter.dim() > 0:
+            continue
+        if not parameter.requires_grad and not is_factor and parameter.is_floating_point():
+            parameter.data = parameter.data.to(compute)
+        kept.add(parameter)
+    return kept
+
+
+def _level_trainable_dtypes(model: nn.Module, whole: set[nn.Parameter]) -> None:
+    """FSDP2 wants one dtype among the trainable parameters of a unit: the widest one that occurs."""
+    sharded = [p for p in model.parameters() if p.requires_grad and p not in whole]
+    widest = max((p.dtype for p in sharded), key=lambda dtype: dtype.itemsize, default=None)
+    for parameter in sharded:
+        if widest is not None and parameter.dtype != widest:
+            parameter.data = parameter.data.to(widest)
+
+
+def _set_prefetch(units: list[nn.Module], config: FSDPConfig) -> None:
+    for index, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        ahead = units[index + 1 : index + 1 + config.prefetch_units]
+        behind = units[max(0, index - config.backward_prefetch_units) : index][::-1]
+        unit.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(behind)  # type: ignore[arg-type]
