@@ -18,13 +18,19 @@ KINDS = [(signal.SIGINT, Interrupted, 130), (signal.SIGTERM, Terminated, 143)]
 
 @pytest.mark.parametrize(("number", "kind", "code"), KINDS)
 def test_training_decides_when_to_stop(number: signal.Signals, kind: type, code: int) -> None:
-    reached = False
-    with pytest.raises(kind) as caught, stop_signals() as stop:
-        assert stop.requested is None
-        os.kill(os.getpid(), number)
-        reached = stop.requested is not None
-        stop.finish(Path("out"))
-    assert reached
+    seen = []
+
+    def train() -> None:
+        with stop_signals() as stop:
+            seen.append(stop.requested)
+            os.kill(os.getpid(), number)
+            seen.append(stop.requested)
+            stop.path = Path("out")
+            stop.finish()
+
+    with pytest.raises(kind) as caught:
+        train()
+    assert seen == [None, caught.value.signal]
     assert caught.value.exit_code == code
     assert caught.value.path == Path("out")
     assert "saved to out" in str(caught.value)
@@ -32,20 +38,33 @@ def test_training_decides_when_to_stop(number: signal.Signals, kind: type, code:
 
 @pytest.mark.parametrize(("number", "kind", "code"), KINDS)
 def test_preparation_stops_at_once(number: signal.Signals, kind: type, code: int) -> None:
-    with pytest.raises(kind, match="nothing to save") as caught, stop_signals(defer=False):
-        os.kill(os.getpid(), number)
-        pytest.fail("the signal did not stop the block")
+    seen = []
+
+    def prepare() -> None:
+        with stop_signals(defer=False):
+            os.kill(os.getpid(), number)
+            seen.append("went on")
+
+    with pytest.raises(kind) as caught:
+        prepare()
+    assert seen == []
+    assert "nothing to save" in str(caught.value)
     assert caught.value.exit_code == code
 
 
 def test_an_inner_block_defers_and_its_end_stops() -> None:
     seen = []
-    with pytest.raises(Interrupted), stop_signals(defer=False) as outer:
-        with stop_signals() as inner:
-            assert inner is outer
-            os.kill(os.getpid(), signal.SIGINT)
-            seen.append("went on")
-        seen.append("not reached")
+
+    def command() -> None:
+        with stop_signals(defer=False) as outer:
+            with stop_signals() as inner:
+                assert inner is outer
+                os.kill(os.getpid(), signal.SIGINT)
+                seen.append("went on")
+            seen.append("not reached")
+
+    with pytest.raises(Interrupted):
+        command()
     assert seen == ["went on"]
 
 
@@ -90,7 +109,7 @@ import os, signal
 from agilerl.training.llm.signals import stop_signals
 with stop_signals() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
-    stop.finish(None)
+    stop.finish()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 143

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-from agilerl.checkpoint import CheckpointContent, HostBuffers, LLMCheckpointSnapshot
-from agilerl.training.llm._pending import BackgroundWriter, CheckpointFolder
+from agilerl.checkpoint import (
+    BackgroundWriter,
+    CheckpointContent,
+    CheckpointFolder,
+    HostBuffers,
+    LLMCheckpointSnapshot,
+    existing_checkpoint,
+)
 from agilerl.training.llm.options import Options
 from agilerl.training.llm.trainee import Trainee
 
 __all__ = ["Keeper", "fittest"]
+
+_logger = logging.getLogger(__name__)
 
 
 def fittest(trainees: Sequence[Trainee]) -> Trainee:
@@ -39,6 +48,17 @@ class Keeper:
         if options.folder is not None and is_main:
             self._folder = CheckpointFolder(options.folder, options.keep_last, options.keep_best)
             self._writer = BackgroundWriter() if options.async_save else None
+
+    def start(self, *, resumed: bool) -> None:
+        """Say what becomes of checkpoints that are in the folder already: this run's own, or replaced by its first."""
+        if self._folder is None:
+            return
+        if resumed:
+            self._folder.continue_run()
+        elif found := existing_checkpoint(self._folder.path):
+            _logger.warning(
+                "%s holds %s; the first save replaces it. resume=True goes on from it.", self._folder.path, found
+            )
 
     def is_due(self, trainees: Sequence[Trainee]) -> bool:
         """Return whether the furthest member has passed a multiple of ``checkpoint_steps`` since the last save."""
@@ -82,6 +102,7 @@ class Keeper:
         if self._writer is None:
             self._folder.save(root, members=kept, step=self.saved_rows, score=score)
         else:
+            self._writer.wait()  # before the copy, which then reuses the memory of the last one
             snapshot = LLMCheckpointSnapshot.of(root, self._buffers, members=kept)
             self._writer.submit(snapshot, self._folder, step=self.saved_rows, score=score)
 

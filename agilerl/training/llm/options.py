@@ -120,6 +120,13 @@ def check_population(pop: Sequence[Any], env: Any, selection: Any) -> None:
     wanted, offered = getattr(agents[0], "objective", None), getattr(env, "objective", None)
     if wanted is not None and offered is not None and wanted != offered:
         problems.append(f"{type(agents[0]).__name__} trains on objective '{wanted}', the env serves '{offered}'")
+    positions = getattr(getattr(agents[0].actor, "config", None), "max_position_embeddings", None)
+    longest = getattr(env, "longest", None)
+    if isinstance(positions, int) and isinstance(longest, int) and longest > positions:
+        problems.append(
+            f"the longest row has {longest} tokens and the model positions for {positions}; "
+            f"make the env with max_context_length={positions}"
+        )
     if problems:
         raise ConfigError("; ".join(problems) + ".")
 

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agilerl.checkpoint import read_checkpoint
+from agilerl.checkpoint import newest_complete, read_checkpoint
 from agilerl.errors import CheckpointError
-from agilerl.training.llm._pending import StopSignals, newest_complete
 from agilerl.training.llm.budget import Budget
 from agilerl.training.llm.checkpointing import Keeper
 from agilerl.training.llm.evaluation import Evaluation
 from agilerl.training.llm.evolution import Evolution
 from agilerl.training.llm.logs import RunLog
 from agilerl.training.llm.options import Options
+from agilerl.training.llm.signals import Stop
 from agilerl.training.llm.trainee import Trainee
 
 __all__ = ["Run", "find_checkpoint"]
@@ -59,7 +59,7 @@ class Run:
     evolution: Evolution | None
     log: RunLog
     keeper: Keeper
-    stop: StopSignals
+    stop: Stop
     iteration: int = 0
     is_finished: bool = False
 
@@ -71,23 +71,26 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the run as it is now."""
         self.keeper.save(self.trainees, self.state_dict())
+        self.stop.path = self.options.folder
 
     def stop_if_asked(self) -> None:
         """Save and leave if any rank got Ctrl-C or SIGTERM.
 
         Raises:
-            Interrupted: The run was stopped, and saved before.
+            Interrupted: The run was stopped by Ctrl-C, and saved before.
+            Terminated: The same by SIGTERM.
         """
         if self.runtime.any(self.stop.requested is not None):
             self.save()
             self.keeper.close()
-            self.stop.interrupt(self.options.folder)
+            self.stop.finish()
 
     def resume(self, source: bool | str | Path | None) -> bool:
         """Go on from a checkpoint if asked to and there is one; return whether that was so."""
         path = find_checkpoint(source, self.options.folder)
         if path is not None:
             self.restore(path)
+        self.keeper.start(resumed=path is not None)
         return path is not None
 
     def state_dict(self) -> dict[str, Any]:

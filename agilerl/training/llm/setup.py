@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-from agilerl.training.llm._pending import stop_signals
 from agilerl.training.llm.budget import Budget
 from agilerl.training.llm.checkpointing import Keeper
 from agilerl.training.llm.evaluation import Evaluation, default_eval_batches
@@ -16,6 +15,7 @@ from agilerl.training.llm.lineage import LINEAGE_FILE
 from agilerl.training.llm.logs import open_log
 from agilerl.training.llm.options import Options
 from agilerl.training.llm.run import Run
+from agilerl.training.llm.signals import stop_signals
 from agilerl.training.llm.trainee import Trainee
 
 __all__ = ["open_env", "open_run"]

@@ -74,6 +74,8 @@ class Stop:
     def __init__(self) -> None:
         self.requested: str | None = None
         """``"Ctrl-C"``, ``"SIGTERM"`` or None."""
+        self.path: Path | None = None
+        """Where the last checkpoint went, once there is one."""
         self._deferred = 0
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
@@ -83,12 +85,12 @@ class Stop:
             _quit(_QUIT[name])
         self.requested = name
         if not self._deferred:
-            self.finish(None)
+            self.finish()
         log.warning("%s: saving at the next safe point. Again to quit at once.", name)
 
-    def finish(self, path: Path | None) -> NoReturn:
-        """End training with the exception of the signal that came (Ctrl-C where none did)."""
-        raise (Terminated if self.requested == "SIGTERM" else Interrupted)(path)
+    def finish(self) -> NoReturn:
+        """End training with the exception of the signal that came (Ctrl-C where none did, but did on another rank)."""
+        raise (Terminated if self.requested == "SIGTERM" else Interrupted)(self.path)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -99,7 +101,7 @@ class Stop:
         finally:
             self._deferred -= 1
         if self.requested is not None and not self._deferred:
-            self.finish(None)
+            self.finish()
 
 
 def _quit(code: int) -> NoReturn:

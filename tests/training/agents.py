@@ -1,0 +1,42 @@
+"""Tiny agents, rows and envs for tests of the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import LoraConfig
+
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.algorithms.sft import SFT
+from agilerl.llm_envs import DatasetEnv
+from tests.helpers import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+NAMES = ("one", "two", "three", "four", "five", "six", "seven")
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"say {NAMES[n % 7]} {n}", "response": NAMES[n % 7]} for n in range(start, start + count)]
+
+
+def make_env(train: int = 20, test: int = 8, batch: int = 4, **kwargs: Any) -> DatasetEnv:
+    return DatasetEnv(
+        rows(train), rows(test, start=1000), TOKENIZER, objective="sft", data_batch_size_per_gpu=batch, **kwargs
+    )
+
+
+def make_agent(*, lora: bool = True, dropout: float = 0.0, **kwargs: Any) -> SFT:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=dropout) if lora else None
+    defaults = {"batch_size": 8, "lr": 1e-2, "gradient_checkpointing": False, "max_grad_norm": 1.0}
+    model = tiny_model("llama", vocab_size=len(TOKENIZER))
+    return SFT(
+        TOKENIZER.eos_token_id, TOKENIZER.eos_token, actor_network=model, lora_config=config, **(defaults | kwargs)
+    )
+
+
+def make_population(size: int, **kwargs: Any) -> list[SFT]:
+    config = HyperparameterConfig(
+        lr=RLParameter(1e-4, 1e-1, shrink_factor=0.5, grow_factor=2.0), batch_size=RLParameter(2, 16, dtype=int)
+    )
+    first = make_agent(**({"hp_config": config} | kwargs))
+    return [first, *(first.clone(index=n) for n in range(1, size))]
