@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from agilerl.data.adapt import TemplateAdapter
 from agilerl.data.encoder import TextEncoder
 from agilerl.data.records import Chat, Example, Message, Reply, RowFault, Span
 from agilerl.data.segments import TokenMap, encode_rendered
 from agilerl.data.template import Conversation, Template
-from agilerl.data.turns import Skeleton, TurnRange, locate_by_prefix, sentinel_messages
+from agilerl.data.turns import Skeleton, TurnFinder, TurnRange, sentinel_messages
 from agilerl.errors import DataError
 
 __all__ = ["ChatRenderer", "ChatSettings", "TrainOn"]
@@ -95,12 +97,18 @@ class ChatRenderer:
             self._template = Template(self.encoder.tokenizer)
         return self._template
 
+    @cached_property
+    def adapter(self) -> TemplateAdapter:
+        """Makes up for what the template cannot do."""
+        return TemplateAdapter(self.template)
+
     def replies(self, replies: Sequence[Reply]) -> list[Example | RowFault]:
         """Chats as prompts, each followed by a plain response and one EOS."""
         encoder = self.encoder
         if encoder.eos_id is None:
             raise DataError("The tokenizer has no EOS token, which has to end every response; set tokenizer.eos_token.")
-        rendered = self._render([(reply.messages, reply.tools) for reply in replies], generate=True)
+        adapted = [self.adapter.adapt(Chat(reply.messages, reply.tools)) for reply in replies]
+        rendered = self._render([(self._clean(chat.messages), chat.tools) for chat in adapted], generate=True)
         bodies = [_without(reply.response, encoder.eos_text) for reply in replies]
         prompts = self._tokenise([(text, contents) for text, contents, _ in _good(rendered)])
         responses = encoder.encode(bodies)
@@ -123,6 +131,7 @@ class ChatRenderer:
         prepared: list[tuple[list[Message], list[Any] | None, dict[int, float]] | RowFault] = []
         for chat in chats:
             try:
+                chat = self.adapter.adapt(chat)
                 weights = self.settings.weights(chat.messages, chat.first_trained)
                 if not weights:
                     roles = ", ".join(str(message.get("role")) for message in chat.messages)
@@ -225,9 +234,8 @@ class ChatRenderer:
         skeleton.missing = {
             index for index, message in enumerate(messages) if _texts([message]) and index not in skeleton.places
         }
-        skeleton.turns = locate_by_prefix(
-            skeleton.text, messages, tools, self.template, sorted(turns), skeleton.places.get, self._controls
-        )
+        finder = TurnFinder(self.template, self._controls, skeleton.text, messages, tools, skeleton.places)
+        skeleton.turns = [finder.find(index) for index in sorted(turns)]
         skeleton.suffix = self._closing(skeleton.text, messages, tools, skeleton.turns)
         skeleton.turns = self._with_suffix(skeleton.text, skeleton.turns, skeleton.suffix)
         return skeleton
@@ -251,7 +259,8 @@ class ChatRenderer:
                 raise RowFault(
                     "template_rewrites", f"has turn {index} rewritten by the chat template beyond recognition"
                 )
-        found_turns = locate_by_prefix(text, messages, tools, self.template, sorted(turns), places.get, self._controls)
+        finder = TurnFinder(self.template, self._controls, text, messages, tools, places)
+        found_turns = [finder.find(index) for index in sorted(turns)]
         suffix = self._closing(text, messages, tools, found_turns)
         return text + suffix, [], self._with_suffix(text, found_turns, suffix)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from agilerl.data.records import Message, Row, RowFault
+from agilerl.data.records import Row, RowFault
 
-__all__ = ["is_messages", "messages_of", "text_of"]
+__all__ = ["as_text", "explode", "short", "text_of"]
 
 _MISSING = object()
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def text_of(row: Row, column: str, *, may_be_empty: bool = False) -> str:
@@ -25,55 +28,39 @@ def text_of(row: Row, column: str, *, may_be_empty: bool = False) -> str:
 
 def as_text(value: Any, column: str, *, may_be_empty: bool = False) -> str:
     """``value`` as text; ``column`` names it in the fault."""
+    if isinstance(value, str):
+        if not may_be_empty and not value.strip():
+            raise RowFault("empty_field", f"has an empty '{column}'" if not value else f"has only blanks in '{column}'")
+        if not value.isascii() and _HALF_PAIR.search(value):
+            raise RowFault("not_text", f"has half of a surrogate pair in '{column}', which is not a character")
+        return value
     if value is None:
         raise RowFault("null_field", f"has a null '{column}'")
-    if not isinstance(value, str):
-        raise RowFault("not_text", f"has {_short(value)} ({type(value).__name__}) in '{column}', which is not text")
-    if not may_be_empty and not value.strip():
-        raise RowFault("empty_field", f"has an empty '{column}'" if not value else f"has only blanks in '{column}'")
-    if any("\ud800" <= character <= "\udfff" for character in value) if not value.isascii() else False:
-        raise RowFault("not_text", f"has half of a surrogate pair in '{column}', which is not a character")
-    return value
+    raise RowFault("not_text", f"has {short(value)} ({type(value).__name__}) in '{column}', which is not text")
 
 
-def is_messages(value: Any) -> bool:
-    """Whether ``value`` looks like a chat: a list of objects, or a single one."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+def explode(row: Row, paths: dict[str, str]) -> Iterator[Row]:
+    """Rows that hold, under each part's name, what its dotted path leads to; a list on the way gives one row per item.
 
-
-def messages_of(value: Any, column: str) -> list[Message]:
-    """A chat in the standard form, each turn with its role and (unless it calls tools) its text.
-
-    Raises:
-        RowFault: It is not one.
+    ``{"output": "instances.output"}`` on a row with three instances gives three rows.
     """
-    if not isinstance(value, list):
-        raise RowFault(
-            "not_messages", f"has {_short(value)} ({type(value).__name__}) in '{column}', not a list of messages"
-        )
-    if not value:
-        raise RowFault("empty_field", f"has an empty list of messages in '{column}'")
-    messages: list[Message] = []
-    for index, turn in enumerate(value):
-        if not isinstance(turn, dict):
-            raise RowFault("not_messages", f"has {_short(turn)} as turn {index} of '{column}', not a message")
-        role = turn.get("role")
-        if not isinstance(role, str) or not role:
-            raise RowFault(
-                "bad_role", f"has no role in turn {index} of '{column}'; its keys are {', '.join(map(str, turn))}"
-            )
-        content = turn.get("content")
-        where = f"{column}[{index}].content"
-        if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, dict):
-                    raise RowFault("not_messages", f"has {_short(part)} in '{where}', not a part of a message")
-        elif content is not None or not turn.get("tool_calls"):
-            as_text(content, where, may_be_empty=bool(turn.get("tool_calls")) or role in ("tool", "system"))
-        messages.append(dict(turn))
-    return messages
+    lists = {path.split(".", 1)[0] for path in paths.values() if "." in path and path not in row}
+    many = next((name for name in lists if isinstance(row.get(name), list)), None)
+    for item in row[many] if many else [None]:
+        scope = row if many is None else {**row, many: item}
+        yield {part: value for part, path in paths.items() if (value := _follow(scope, path)) is not _MISSING}
 
 
-def _short(value: Any) -> str:
+def _follow(row: Any, path: str) -> Any:
+    if isinstance(row, dict) and path in row:
+        return row[path]
+    first, _, rest = path.partition(".")
+    if not rest or not isinstance(row, dict) or first not in row:
+        return _MISSING
+    return _follow(row[first], rest)
+
+
+def short(value: Any) -> str:
+    """``repr(value)``, cut to fit a sentence."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

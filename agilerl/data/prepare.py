@@ -1,46 +1,44 @@
-"""Rows to a store: convert, tokenise, fit and count, in chunks, so that memory does not grow with the rows."""
+"""Rows to stores: convert, tokenise, fit and count, in chunks, so that memory does not grow with the rows."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from agilerl.data.fit import LengthPolicy, fit
-from agilerl.data.records import Example, Record, Row, RowFault
+from agilerl.data.fit import LengthPolicy, fit, fit_preference
+from agilerl.data.records import Comparison, Example, PreferenceExample, Record, Row, RowFault
 from agilerl.data.report import Fault, Report
 from agilerl.data.store import Store, StoreWriter
 from agilerl.data.tokenize import RowTokenizer
 from agilerl.errors import DataError
 
-__all__ = ["BadRows", "Prepared", "bad_rows_error", "numbered", "prepare_sft"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["BadRows", "NumberedRows", "Prepared", "bad_rows_error", "nothing_left", "prepare", "prepare_preference"]
 
 BadRows = Literal["raise", "skip"]
-Convert = Callable[[Row], Record]
+NumberedRows = Iterable[tuple[int, Row | RowFault]]
+"""Records with their index in the source; a fault stands for a record that could not be read."""
+
 CHUNK_ROWS = 1024
+
+# Reasons that are the settings at work rather than a row at fault.
+_POLICY_REASONS = frozenset({"too_long", "prompt_too_long", "no_trained_token", "no_trained_turn"})
 
 
 @dataclass
 class Prepared:
     """A split, ready to be batched, and what happened to its rows."""
 
-    store: Store
+    stores: tuple[Store, ...]
+    """One for supervised rows; chosen and rejected for preference pairs."""
     report: Report
 
 
-def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, Row | RowFault]]:
-    """Rows with their record index."""
-    yield from enumerate(rows)
-
-
-def prepare_sft(
-    rows: Iterable[tuple[int, Row | RowFault]],
-    convert: Convert,
+def prepare(
+    rows: NumberedRows,
+    convert: Callable[[Row], list[Record]],
     tokenise: RowTokenizer,
     policy: LengthPolicy,
     report: Report,
@@ -48,11 +46,11 @@ def prepare_sft(
     bad_rows: BadRows = "raise",
     folder: Path | None = None,
 ) -> Prepared:
-    """Tokenise a split once.
+    """Tokenise a split of supervised rows once.
 
     Args:
-        rows: Records with their index in the source; a fault stands for one that could not be read.
-        convert: Turns a record into a canonical row.
+        rows: Records with their index in the source.
+        convert: Turns a record into canonical rows.
         tokenise: Turns canonical rows into examples.
         policy: Length budget.
         report: Counts are added here.
@@ -60,74 +58,126 @@ def prepare_sft(
         folder: Where the store is written; None: memory.
 
     Raises:
-        DataError: A bad row (``bad_rows="raise"``), or nothing is left.
+        DataError: A bad row (``bad_rows="raise"``).
     """
-    writer = StoreWriter(folder)
+
+    def fit_one(example: Example) -> tuple[list[tuple[Example, ...]], bool]:
+        kept, was_cut = fit(example, policy)
+        report.notes.update(example.notes)
+        return [(row,) for row in kept], was_cut
+
+    folders = [folder]
+    return _prepare(rows, convert, tokenise, fit_one, report, bad_rows, folders)
+
+
+def prepare_preference(
+    rows: NumberedRows,
+    convert: Callable[[Row], list[Comparison]],
+    tokenise: RowTokenizer,
+    policy: LengthPolicy,
+    report: Report,
+    *,
+    bad_rows: BadRows = "raise",
+    folder: Path | None = None,
+) -> Prepared:
+    """Tokenise a split of preference pairs once: two stores of equal length, chosen and rejected."""
+
+    def fit_one(pair: PreferenceExample) -> tuple[list[tuple[Example, ...]], bool]:
+        kept, was_cut = fit_preference(pair, policy)
+        report.notes.update({*pair.chosen.notes, *pair.rejected.notes})
+        return [(kept.chosen, kept.rejected)], was_cut
+
+    folders = [folder and folder / side for side in ("chosen", "rejected")]
+    return _prepare(rows, convert, tokenise.comparisons, fit_one, report, bad_rows, folders)
+
+
+def _prepare(
+    rows: NumberedRows,
+    convert: Callable[[Row], list[Any]],
+    tokenise: Callable[[list[Any]], list[Any]],
+    fit_one: Callable[[Any], tuple[list[tuple[Example, ...]], bool]],
+    report: Report,
+    bad_rows: BadRows,
+    folders: list[Path | None],
+) -> Prepared:
+    if bad_rows not in get_args(BadRows):
+        raise DataError(f"bad_rows is {bad_rows!r}; it must be 'raise' or 'skip'.")
+    writers = [StoreWriter(folder) for folder in folders]
+    kept_rows = 0
     try:
-        iterator = iter(rows)
-        while chunk := list(islice(iterator, CHUNK_ROWS)):
+        for chunk in _chunks(rows):
             report.rows_in += len(chunk)
-            records, places = _convert_chunk(chunk, convert, report)
-            examples, sources = _fit_chunk(tokenise(records), places, policy, report)
-            writer.add(examples, sources)
+            records, numbers = _convert(chunk, convert, report)
+            kept, sources = _fit(tokenise(records), numbers, fit_one, report)
+            kept_rows += len(set(sources))
+            for writer, side in zip(writers, zip(*kept, strict=True), strict=True) if kept else ():
+                writer.add(side, sources)
             if bad_rows == "raise" and report.faults:
                 raise bad_rows_error(report)
-        store = writer.finish()
+        stores = tuple(writer.finish() for writer in writers)
     finally:
-        writer.close()
-    report.rows_kept = len(set(store.source_rows.tolist())) if len(store) else 0
-    report.tokens = int(store.lengths.sum())
-    report.trained_tokens = store.num_targets
-    return Prepared(store, report)
+        for writer in writers:
+            writer.close()
+    report.rows_kept = kept_rows
+    report.examples = len(stores[0])
+    report.tokens = sum(int(store.lengths.sum()) for store in stores)
+    report.trained_tokens = sum(store.num_targets for store in stores)
+    return Prepared(stores, report)
 
 
-def _convert_chunk(
-    chunk: list[tuple[int, Row | RowFault]], convert: Callable[[Row], Any], report: Report
+def _chunks(rows: NumberedRows) -> Iterator[list[tuple[int, Row | RowFault]]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, CHUNK_ROWS)):
+        yield chunk
+
+
+def _convert(
+    chunk: list[tuple[int, Row | RowFault]], convert: Callable[[Row], list[Any]], report: Report
 ) -> tuple[list[Any], list[int]]:
-    records, places = [], []
+    records: list[Any] = []
+    numbers: list[int] = []
     for number, row in chunk:
         try:
             if isinstance(row, RowFault):
                 raise row
-            records.append(convert(row))
-            places.append(number)
+            found = convert(row)
         except RowFault as fault:
-            report.add_fault(Fault(number, fault.reason, fault.message))
-    return records, places
+            _count(report, number, fault)
+            continue
+        records += found
+        numbers += [number] * len(found)
+    return records, numbers
 
 
-# Reasons that are the length policy at work rather than a row at fault.
-_LENGTH_REASONS = frozenset({"too_long", "prompt_too_long", "no_trained_token", "no_trained_turn"})
-
-
-def _fit_chunk(
-    outcomes: list[Example | RowFault], places: list[int], policy: LengthPolicy, report: Report
-) -> tuple[list[Example], list[int]]:
-    examples: list[Example] = []
+def _fit(
+    outcomes: list[Any],
+    numbers: list[int],
+    fit_one: Callable[[Any], tuple[list[tuple[Example, ...]], bool]],
+    report: Report,
+) -> tuple[list[tuple[Example, ...]], list[int]]:
+    kept: list[tuple[Example, ...]] = []
     sources: list[int] = []
-    for number, outcome in zip(places, outcomes, strict=True):
+    for number, outcome in zip(numbers, outcomes, strict=True):
         try:
             if isinstance(outcome, RowFault):
                 raise outcome
-            kept, was_cut = fit(outcome, policy)
+            examples, was_cut = fit_one(outcome)
         except RowFault as fault:
-            count_drop(report, number, fault)
+            _count(report, number, fault)
             continue
         report.cut += was_cut
-        report.notes.update(outcome.notes)
-        examples += kept
-        sources += [number] * len(kept)
-    return examples, sources
+        kept += examples
+        sources += [number] * len(examples)
+    return kept, sources
 
 
-def count_drop(report: Report, number: int, fault: RowFault) -> None:
+def _count(report: Report, number: int, fault: RowFault) -> None:
     """Count a row that was left out: by policy, or because something is wrong with it."""
-    if fault.reason in _LENGTH_REASONS:
-        report.dropped[fault.reason] += 1
-        if len(report.left_out) < report.max_faults:
-            report.left_out.append(Fault(number, fault.reason, fault.message))
+    entry = Fault(number, fault.reason, fault.message)
+    if fault.reason in _POLICY_REASONS:
+        report.add_left_out(entry)
     else:
-        report.add_fault(Fault(number, fault.reason, fault.message))
+        report.add_fault(entry)
 
 
 def bad_rows_error(report: Report) -> DataError:
@@ -140,4 +190,17 @@ def bad_rows_error(report: Report) -> DataError:
     return DataError(
         f"{report.split} split, row {first.row}: it {first.message}. Mend the data, or leave bad rows out with "
         f"bad_rows='skip'.{more}"
+    )
+
+
+def nothing_left(report: Report) -> DataError:
+    """The sentence for a split of which no row could be used."""
+    if not report.rows_in:
+        return DataError(f"{report.split} split: it is empty; give it at least one row.")
+    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(report.dropped.items()))
+    first = next(iter([*report.faults, *report.left_out]), None)
+    example = f" Row {first.row} {first.message}." if first else ""
+    return DataError(
+        f"{report.split} split: none of its {report.rows_in} rows is left ({reasons}); raise max_context_length, lower "
+        f"min_completion_length, or mend the rows.{example}"
     )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Chat",
+    "Comparison",
     "Example",
     "Message",
     "Pair",
@@ -20,6 +21,7 @@ __all__ = [
     "RowFault",
     "Span",
     "Text",
+    "Tokens",
 ]
 
 Message = dict[str, Any]
@@ -71,7 +73,23 @@ class Chat:
     """Turns before this one are prompt, whoever speaks."""
 
 
-Record = Text | Pair | Reply | Chat
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A row that was tokenised beforehand, with the weight of each token as a target."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+Record = Text | Pair | Reply | Chat | Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two answers to one prompt; both sides are of the same kind."""
+
+    chosen: Pair | Reply | Chat
+    rejected: Pair | Reply | Chat
 
 
 class RowFault(Exception):

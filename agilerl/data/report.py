@@ -26,6 +26,8 @@ class Report:
     format: str = ""
     rows_in: int = 0
     rows_kept: int = 0
+    examples: int = 0
+    """Rows as they are trained: more than ``rows_kept`` where one record gives several."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Rows left out, by reason."""
     cut: int = 0
@@ -49,6 +51,12 @@ class Report:
         if len(self.faults) < self.max_faults:
             self.faults.append(fault)
 
+    def add_left_out(self, fault: Fault) -> None:
+        """Count a row that the settings leave out and remember it among the first ones."""
+        self.dropped[fault.reason] += 1
+        if len(self.left_out) < self.max_faults:
+            self.left_out.append(fault)
+
     def notice(self, sentence: str) -> None:
         """Remember a sentence once."""
         if sentence not in self.notices:
@@ -66,6 +74,7 @@ class Report:
             "format": self.format,
             "rows_in": self.rows_in,
             "rows_kept": self.rows_kept,
+            "examples": self.examples,
             "dropped": dict(self.dropped),
             "cut": self.cut,
             "tokens": self.tokens,

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from agilerl.data.chat import ChatRenderer
 from agilerl.data.encoder import TextEncoder
-from agilerl.data.records import Chat, Example, Pair, Record, Reply, RowFault, Span, Text
+from agilerl.data.records import (
+    Chat,
+    Comparison,
+    Example,
+    Pair,
+    PreferenceExample,
+    Record,
+    Reply,
+    RowFault,
+    Span,
+    Text,
+    Tokens,
+)
 from agilerl.errors import DataError
 
 __all__ = ["RowTokenizer"]
@@ -40,13 +53,28 @@ class RowTokenizer:
             (Text, self._texts),
             (Reply, self.chat.replies),
             (Chat, self.chat.chats),
+            (Tokens, self._tokens),
         )
         for kind, handler in handlers:
             places = [place for place, record in enumerate(records) if isinstance(record, kind)]
             if places:
-                for place, outcome in zip(places, handler([records[place] for place in places]), strict=True):
+                chosen: Any = [records[place] for place in places]
+                for place, outcome in zip(places, handler(chosen), strict=True):
                     outcomes[place] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def comparisons(self, pairs: Sequence[Comparison]) -> list[PreferenceExample | RowFault]:
+        """Both answers of each comparison; they start with the same prompt tokens."""
+        sides = self([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs])
+        outcomes: list[PreferenceExample | RowFault] = []
+        for chosen, rejected in zip(sides[: len(pairs)], sides[len(pairs) :], strict=True):
+            if isinstance(chosen, RowFault):
+                outcomes.append(RowFault(chosen.reason, f"{chosen.message} (chosen)"))
+            elif isinstance(rejected, RowFault):
+                outcomes.append(RowFault(rejected.reason, f"{rejected.message} (rejected)"))
+            else:
+                outcomes.append(_with_shared_prompt(chosen, rejected))
+        return outcomes
 
     def _pairs(self, pairs: list[Pair]) -> list[Outcome]:
         eos = self._eos()
@@ -90,6 +118,21 @@ class RowTokenizer:
             )
         return rows
 
+    def _tokens(self, rows: list[Tokens]) -> list[Outcome]:
+        size = len(self.encoder.tokenizer) if hasattr(self.encoder.tokenizer, "__len__") else None
+        outcomes: list[Outcome] = []
+        for row in rows:
+            if size is not None and max(row.ids) >= size:
+                outcomes.append(
+                    RowFault("not_tokens", f"has token id {max(row.ids)}, but the tokenizer has {size} tokens")
+                )
+                continue
+            spans = tuple(_runs(row.weights))
+            first = spans[0].start if spans else len(row.ids)
+            texts = [self.encoder.tokenizer.decode(part) for part in (row.ids[:first], row.ids[first:])]
+            outcomes.append(Example(np.array(row.ids, dtype=np.int32), spans, first, texts[0], texts[1]))
+        return outcomes
+
     def _eos(self) -> int:
         if self.encoder.eos_id is None:
             raise DataError(
@@ -112,3 +155,36 @@ class RowTokenizer:
     def _notes(self, *texts: str) -> tuple[str, ...]:
         stripped = (self._without_eos(self._without_bos(text)) for text in texts)
         return ("control_token",) if any(map(self.encoder.has_control_token, stripped)) else ()
+
+
+def _runs(weights: Sequence[float]) -> list[Span]:
+    """Runs of equal non-zero weights."""
+    runs: list[Span] = []
+    for place, weight in enumerate(weights):
+        if weight == 0:
+            continue
+        if runs and runs[-1].end == place and runs[-1].weight == weight:
+            runs[-1] = runs[-1]._replace(end=place + 1)
+        else:
+            runs.append(Span(place, place + 1, weight))
+    return runs
+
+
+def _with_shared_prompt(chosen: Example, rejected: Example) -> PreferenceExample:
+    """Trim what follows the last trained token, and end the prompt where the two sides part."""
+    chosen, rejected = _trimmed(chosen), _trimmed(rejected)
+    limit = min(chosen.prompt_length, rejected.prompt_length)
+    differs = np.flatnonzero(chosen.ids[:limit] != rejected.ids[:limit])
+    shared = int(differs[0]) if len(differs) else limit
+    if len(chosen.ids) == len(rejected.ids) and bool((chosen.ids == rejected.ids).all()):
+        chosen = replace(chosen, notes=(*chosen.notes, "identical_answers"))
+    head = min(chosen.head_length, shared)
+    return PreferenceExample(
+        replace(chosen, prompt_length=shared, head_length=head),
+        replace(rejected, prompt_length=shared, head_length=head),
+    )
+
+
+def _trimmed(example: Example) -> Example:
+    end = example.spans[-1].end if example.spans else len(example.ids)
+    return replace(example, ids=example.ids[:end])

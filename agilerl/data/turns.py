@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from agilerl.data.records import Message, RowFault
 from agilerl.data.template import Template
 
-__all__ = ["Shape", "Skeleton", "TurnRange", "locate_by_prefix", "sentinel_messages"]
+__all__ = ["Shape", "Skeleton", "TurnFinder", "TurnRange", "sentinel_messages"]
 
 _THINK = re.compile(r"(</?think(?:ing)?>)")
 _SENTINEL = re.compile(r"Zq(\d+)x(\d+)xqZ")
@@ -126,100 +125,106 @@ class Skeleton:
             position += len(literal)
         return "".join(parts), starts, contents
 
-    def to_real(self, position: int, real_starts: list[int], *, is_end: bool = False) -> int:
+    def to_real(self, position: int, real_starts: list[int]) -> int:
         """A position of the skeleton as one of the filled rendering; it never lies inside a sentinel."""
         piece = bisect_right(self.literal_starts, position) - 1
         return real_starts[piece] + position - self.literal_starts[piece]
 
 
-FindText = Callable[[int], tuple[int, int] | None]
-"""Where the text of a message stands in a rendering."""
+class TurnFinder:
+    """Finds the trained turns of one rendering, each twice: by its text and by rendering prefixes.
 
-
-def locate_by_prefix(
-    text: str,
-    messages: list[Message],
-    tools: list[Any] | None,
-    template: Template,
-    indices: Iterable[int],
-    find_text: FindText,
-    controls: re.Pattern[str] | None,
-) -> list[TurnRange]:
-    """The ranges of the turns at ``indices`` in ``text``, each found twice: by its text and by rendering prefixes.
-
-    Raises:
-        RowFault: The two do not agree, or the template rewrites what was rendered before.
+    Args:
+        template: Renders the prefixes.
+        controls: Matches control tokens.
+        text: The rendering.
+        messages: Its conversation.
+        tools: Its tool schemas.
+        places: Where the text of each message stands in ``text``, as far as it appears.
     """
-    return [_locate(text, messages, tools, template, index, find_text, controls) for index in indices]
 
+    def __init__(
+        self,
+        template: Template,
+        controls: re.Pattern[str] | None,
+        text: str,
+        messages: list[Message],
+        tools: list[Any] | None,
+        places: dict[int, tuple[int, int]],
+    ) -> None:
+        self._template, self._controls = template, controls
+        self._text, self._messages, self._tools, self._places = text, messages, tools, places
 
-def _locate(
-    text: str,
-    messages: list[Message],
-    tools: list[Any] | None,
-    template: Template,
-    index: int,
-    find_text: FindText,
-    controls: re.Pattern[str] | None,
-) -> TurnRange:
-    is_assistant = messages[index].get("role") == "assistant"
-    before = template.one(messages[:index], tools) if index else ""
-    opened = template.one(messages[:index], tools, generate=True) if index and is_assistant else before
-    until = template.one(messages[: index + 1], tools)
-    place = find_text(index)
-    has_calls = bool(messages[index].get("tool_calls"))
+    def find(self, index: int) -> TurnRange:
+        """The range of turn ``index``.
 
-    # The header of the turn, by prefixes: where the model begins to write.
-    header_end = _common_prefix(text, opened)
-    is_prefix = header_end == len(opened)
-    if not is_prefix and place is None:
-        raise RowFault("template_rewrites", f"has turn {index} rendered differently once later turns follow it")
-    if is_prefix:
-        start = header_end
-    else:
-        # Earlier turns were rewritten, but the opening of this one must still be what generation will open.
-        opening = opened[len(before) :] if opened.startswith(before) else ""
-        start = _think_start(text, place[0]) if place else 0
-        if not opening or not text[:start].rstrip().endswith(opening.rstrip()):
+        Raises:
+            RowFault: The two ways do not agree, or the template rewrites what was rendered before.
+        """
+        start = self._start(index)
+        until = self._template.one(self._messages[: index + 1], self._tools)
+        text_end = self._places[index][1] if index in self._places else start
+        own_end = max(_common_prefix(self._text, until), text_end)
+        return self._end(index, start, text_end, own_end)
+
+    def _start(self, index: int) -> int:
+        """Where the model begins to write turn ``index``."""
+        text, message, place = self._text, self._messages[index], self._places.get(index)
+        before = self._template.one(self._messages[:index], self._tools)
+        if message.get("role") != "assistant":
+            if place is None:
+                raise RowFault("template_drops_turn", f"has turn {index}, of which the chat template renders nothing")
+            return place[0]
+        opened = self._template.one(self._messages[:index], self._tools, generate=True)
+        is_prefix = text.startswith(opened)
+        if place is None:
+            if not is_prefix:
+                raise RowFault("template_rewrites", f"has turn {index} rendered differently once later turns follow it")
+            return len(opened)
+        own = _think_start(text, place[0]) if _thinks(message) else place[0]
+        if not is_prefix:
+            # Earlier turns were rewritten, but the opening of this one must still be what generation will open.
+            opening = opened[len(before) :].strip() if opened.startswith(before) else ""
+            if not text[:own].rstrip().endswith(opening) or not opening:
+                raise RowFault(
+                    "template_rewrites",
+                    f"has turn {index} rendered after something other than the opening of an answer",
+                )
+            return own
+        start = max(own - _lead(message, text, own), len(opened))
+        between = _THINK.sub("", text[len(opened) : start]).strip()
+        if between:
             raise RowFault(
-                "template_rewrites",
-                f"has turn {index} rendered after something other than what the template opens an answer with",
+                "template_disagrees", f"has {between!r} between the opening of turn {index} and its own text"
             )
-    if place is not None:
-        own = _think_start(text, place[0]) if _thinks(messages[index]) else place[0]
-        own = max(own - _lead(messages[index], text, own), start)
-        between = _THINK.sub("", text[start:own]).strip()
-        if is_prefix and is_assistant and between and not (has_calls and own < start):
-            raise RowFault(
-                "template_disagrees", f"has {between!r} between the opening of turn {index} and the turn's own text"
-            )
-        start = own if is_assistant else max(own, 0)
+        return start
 
-    # The end: what stands between the turn's text and the next turn.
-    same = _common_prefix(text, until)
-    text_end = place[1] if place else start
-    own_end = same if same >= text_end else text_end
-    if same < len(until) and until[same:].strip() and same < text_end:
-        own_end = text_end
-    region_start = start if has_calls else text_end
-    region = text[region_start:own_end]
-    found = list(controls.finditer(region)) if controls else []
-    if has_calls and found and region.rstrip().endswith(found[-1].group()):
-        found = found[-1:]
-    elif has_calls:
-        found = []
-    if found:
-        end = region_start + found[0].end()
-        return TurnRange(index, start, end, text[region_start + found[0].start() : end], True)
-    if region.strip():
-        end = region_start + len(region.rstrip())
-        return TurnRange(index, start, end, "" if has_calls else region.strip(), False)
-    # Nothing closes the turn before the next one starts: the next header does.
-    rest = text[own_end:]
-    late = controls.match(rest) if controls else None
-    if late:
-        return TurnRange(index, start, own_end + late.end(), late.group(), True)
-    return TurnRange(index, start, own_end if index + 1 < len(messages) else text_end, "", False)
+    def _end(self, index: int, start: int, text_end: int, own_end: int) -> TurnRange:
+        """The range from ``start`` to the stop token, which stands between the turn's text and the next turn."""
+        text, has_calls = self._text, bool(self._messages[index].get("tool_calls"))
+        first = start if has_calls else text_end
+        region = text[first:own_end]
+        found = list(self._controls.finditer(region)) if self._controls else []
+        if has_calls:  # calls may be wrapped in control tokens of their own: the last one ends the turn
+            found = found[-1:] if found and region.rstrip().endswith(found[-1].group()) else []
+        if found:
+            return TurnRange(index, start, first + found[0].end(), region[found[0].start() : found[0].end()], True)
+        if region.strip():
+            return TurnRange(index, start, first + len(region.rstrip()), "" if has_calls else region.strip(), False)
+        # Nothing closes the turn before the next one starts: the tag of the next one does.
+        late = self._controls.match(text, own_end) if self._controls else None
+        if late:
+            return TurnRange(index, start, late.end(), late.group(), True)
+        is_last = index + 1 == len(self._messages)
+        return TurnRange(index, start, text_end if is_last else self._late_text_end(index, own_end), "", False)
+
+    def _late_text_end(self, index: int, own_end: int) -> int:
+        """End of a plain-text tag that follows an answer directly (no line break); else of the break."""
+        following = [place[0] for message, place in self._places.items() if message > index]
+        if not following or (self._text[:own_end].rstrip() != self._text[:own_end]):
+            return own_end
+        tag = self._text[own_end : min(following)]
+        return own_end + len(tag.rstrip())
 
 
 def _thinks(message: Message) -> bool:

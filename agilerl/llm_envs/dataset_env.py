@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from agilerl.data.chat import ChatSettings
+from agilerl.data.chat import ChatSettings, TrainOn
 from agilerl.data.fit import LengthPolicy, OnLong
+from agilerl.data.formats import FormatOptions
 from agilerl.data.order import share_sizes
 from agilerl.data.prepare import BadRows
 from agilerl.data.report import Report
 from agilerl.errors import DataError
-from agilerl.llm_envs.build import SplitBuilder
+from agilerl.llm_envs.build import SplitBuilder, SplitSettings
 from agilerl.llm_envs.feed import Feed
 from agilerl.llm_envs.splits import Split
 from agilerl.typing import Batch
@@ -45,6 +46,8 @@ class DatasetEnv:
         control_tokens: ``"text"`` reads control tokens inside a row's own text as ordinary characters; ``"parse"`` as control.
         chat_template: A template's name (chatml, llama-3 ...), a file or Jinja text; None: the tokenizer's own.
         train_on: Which turns of whole chats are trained: all, last or marked.
+        train_roles: Whose turns of whole chats are trained.
+        options: How formats read rows: rendering of plain prompts, system turn, names of speakers.
 
     Raises:
         DataError: (a ``ValueError``) naming the split, column or row, and what was found.
@@ -71,23 +74,26 @@ class DatasetEnv:
         bad_rows: BadRows = "raise",
         control_tokens: str = "text",
         chat_template: str | None = None,
-        train_on: str = "all",
+        train_on: TrainOn = "all",
+        train_roles: Sequence[str] = ("assistant",),
+        options: FormatOptions | None = None,
     ) -> None:
         _check_ranks(rank, world_size)
         _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
-        builder = SplitBuilder(
-            tokenizer,
+        settings = SplitSettings(
             objective=objective,
             response_column=response_column,
             policy=LengthPolicy(max_context_length, min_completion_length, on_long),
             data_format=data_format,
             columns=dict(columns or {}),
+            options=options or FormatOptions(),
             bad_rows=bad_rows,
             control_tokens=control_tokens,
             chat_template=chat_template,
             chat_template_kwargs=dict(chat_template_kwargs or {}),
-            chat_settings=ChatSettings(train_on=train_on),  # type: ignore[arg-type] - checked there
+            chat=ChatSettings(train_on, tuple(train_roles)),
         )
+        builder = SplitBuilder(tokenizer, settings)
         self.name = "DatasetEnv"
         self.objective = objective
         self.tokenizer = tokenizer
