@@ -39,6 +39,10 @@ class DenseRuntime(Collectives):
         """Nothing to do."""
         return contextlib.nullcontext()
 
+    def readable(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
     def prepare(self, model: nn.Module, *, gradient_checkpointing: bool) -> nn.Module:
         """Move the model to the device, switch checkpointing, and give every rank rank 0's weights."""
         if any(

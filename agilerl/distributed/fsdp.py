@@ -81,6 +81,15 @@ class FSDPRuntime(Collectives):
         """Around adding adapters to a skeleton: their initial values stay."""
         return skeleton.adapters_stay_real()
 
+    def readable(self, model: nn.Module) -> nn.Module:
+        """The model itself; for a skeleton a copy whose weights are mapped from its files, read as they are touched."""
+        if model not in self._files:
+            return model
+        view = skeleton.hollow_copy(model)
+        files = self._files[model]
+        skeleton.fill(view, lambda name, _parameter: files.read(name, ()), torch.device("cpu"))
+        return view
+
     def prepare(self, model: nn.Module, *, gradient_checkpointing: bool) -> nn.Module:
         """Shard ``model`` in place; a skeleton is filled with the slices that this rank keeps."""
         _refuse_quantised(model)

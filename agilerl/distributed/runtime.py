@@ -44,6 +44,10 @@ class Runtime(Protocol):
         """Around adding adapters to a model that :meth:`load_base` gave: they get real values on a skeleton too."""
         ...
 
+    def readable(self, model: nn.Module) -> nn.Module:
+        """``model``, or for a skeleton a view of it whose weights can be read (and should be read sparingly)."""
+        ...
+
     def prepare(self, model: nn.Module, *, gradient_checkpointing: bool) -> nn.Module:
         """Place or shard ``model``, switch checkpointing, make all ranks start from rank 0's weights."""
         ...

@@ -73,7 +73,8 @@ def units_of(model: nn.Module) -> Iterator[FSDPModule]:
 def open_units(model: nn.Module) -> None:
     """Gather what lies outside the blocks; blocks gather themselves when they run."""
     close_units(model)
-    getattr(model, OPENER)()
+    if hasattr(model, OPENER):  # else the model is not sharded yet
+        getattr(model, OPENER)()
 
 
 def close_units(model: nn.Module) -> None:

@@ -22,5 +22,9 @@ def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float | 
     if max_norm is None or norm <= max_norm:
         return
     scale = max_norm / norm
-    grads = [p.grad for p in parameters if p.grad is not None]
-    torch._foreach_mul_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
+    by_kind: dict[type, list[Tensor]] = {}  # one fused call refuses to mix sharded and whole tensors
+    for p in parameters:
+        if p.grad is not None:
+            by_kind.setdefault(type(p.grad), []).append(p.grad)
+    for grads in by_kind.values():
+        torch._foreach_mul_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]

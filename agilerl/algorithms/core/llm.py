@@ -89,9 +89,15 @@ class LLMAlgorithm(EvolvableAlgorithm):
         self.registry.register_optimizer(
             OptimizerConfig("optimizer", "actor", "lr", torch.optim.AdamW, {"weight_decay": settings.weight_decay})
         )
-        model, base = build_actor(settings, actor_network, add_adapters=not clone)
-        self._adopt(Resources.of(model, settings, base))
-        if wrap and not clone:
+        will_wrap = wrap and not clone
+        model, base = build_actor(settings, actor_network, self._runtime, add_adapters=not clone, will_wrap=will_wrap)
+        if will_wrap:  # before the model is looked into: a sharding runtime loads the weights here
+            model = self._runtime.prepare(model, gradient_checkpointing=settings.gradient_checkpointing)
+        with self._runtime.running(model):
+            resources = Resources.of(model, settings, base)
+        resources.is_wrapped = will_wrap
+        self._adopt(resources)
+        if will_wrap:
             self.wrap_models()
 
     # -- what sub-classes provide ------------------------------------------------------------------------------------
@@ -148,11 +154,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """Place or shard the actor, then build the optimizer on its parameters; again after `unwrap_models`."""
         resources = self._resources
         if not resources.is_wrapped:
-            resources.model = self._runtime.prepare(
-                resources.model, gradient_checkpointing=self._settings.gradient_checkpointing
-            )
-            resources.is_wrapped = True
-            self._adopt(resources)
+            model = self._runtime.prepare(resources.model, gradient_checkpointing=self._settings.gradient_checkpointing)
+            resources = self._moved_to(model, is_wrapped=True)
         if resources.optimizer is None:
             self._install_optimizer(self.registry.optimizers[0])
             if resources.optimizer_state is not None:
@@ -167,12 +170,19 @@ class LLMAlgorithm(EvolvableAlgorithm):
             resources.optimizer_state = self._runtime.collect_optimizer(resources.model, self._torch_optimizer)
             resources.optimizer = None
         if resources.is_wrapped:
-            resources.model = self._runtime.unprepare(resources.model)
-            resources.is_wrapped = False
-            self._adopt(resources)
+            self._moved_to(self._runtime.unprepare(resources.model), is_wrapped=False)
+
+    def _moved_to(self, model: nn.Module, *, is_wrapped: bool) -> Resources:
+        """Go on with ``model``, which the runtime may have built anew."""
+        moments = self._resources.optimizer_state
+        resources = self._resources.around(model)
+        resources.is_wrapped, resources.optimizer_state = is_wrapped, moments
+        self._adopt(resources)
+        return resources
 
     def _install_optimizer(self, config: OptimizerConfig) -> OptimizerWrapper:
         wrapper = build_optimizer(self.actor, self._settings, self.lr)
+        self._runtime.prepare_optimizer(wrapper.optimizer)
         self._resources.optimizer = wrapper
         self.apply_lr()
         return wrapper
@@ -467,7 +477,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         twin._settings = self._settings
         twin.tokenizer = self.tokenizer
         twin._runtime = self._runtime
-        twin._adopt(self._resources.shared_copy())
+        twin._adopt(self._resources.shared_copy(self._runtime))
         if self._resources.optimizer is not None:
             twin._install_optimizer(twin.registry.optimizers[0]).copy_state(self._resources.optimizer)
         twin._resources.optimizer_state = saving.copy_plain(self._resources.optimizer_state)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 
 from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.checkpoint import base_fingerprint
+from agilerl.distributed import Runtime
 from agilerl.errors import ConfigError
 from agilerl.models.adapters import Adapters
-from agilerl.models.build import load_base_model
+from agilerl.models.build import load_base_model, resolve_name
 from agilerl.models.head import Head, find_head, unwrap
 from agilerl.models.lora import adopt_adapter, attach_lora, config_differences
 from agilerl.models.segments import Packer, choose_packer
@@ -54,23 +56,33 @@ class Resources:
         adapters = Adapters(model) if isinstance(model, PeftModel) else None
         return cls(model, adapters, find_head(model), packer, base)
 
-    def shared_copy(self) -> Resources:
+    def shared_copy(self, runtime: Runtime) -> Resources:
         """A second model on the same frozen tensors; its trainable tensors are copies. Nothing is probed again."""
-        model = share_base(self.model)
-        module = unwrap(model).get_output_embeddings()
-        head = replace(self.head, module=module)
+        model = runtime.clone_model(self.model) if self.is_wrapped else None
+        return self.around(share_base(self.model) if model is None else model)
+
+    def around(self, model: nn.Module) -> Resources:
+        """The same findings about another model object of the same kind; without optimizer."""
+        head = replace(self.head, module=unwrap(model).get_output_embeddings())
         adapters = Adapters(model) if isinstance(model, PeftModel) else None
         return Resources(model, adapters, head, self.packer, self.base, is_wrapped=self.is_wrapped)
 
 
 def build_actor(
-    settings: LLMSettings, network: nn.Module | None, *, add_adapters: bool = True
+    settings: LLMSettings,
+    network: nn.Module | None,
+    runtime: Runtime,
+    *,
+    add_adapters: bool = True,
+    will_wrap: bool = True,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load or take the network, and attach or adopt its adapters.
 
     Args:
         settings: The agent's settings.
         network: A causal LM or ``PeftModel`` of the caller; None loads ``settings.model_name``.
+        runtime: Where the model will run; a sharding one may leave the loading of weights to its ``prepare``.
+        will_wrap: Whether ``runtime.prepare`` follows at once.
         add_adapters: False leaves a plain network plain (for a clone, whose adapters come from its parent).
 
     Returns:
@@ -80,31 +92,36 @@ def build_actor(
         ConfigError: Arguments contradict each other.
         ModelError: The model or the LoRA targets cannot be found.
     """
-    network = _base_network(settings, network)
-    base = _identity(network, settings.model_name)
-    if isinstance(network, PeftModel):
-        model: nn.Module = _adopted(network, settings)
-    elif settings.lora_config is not None and add_adapters:
-        model = attach_lora(unwrap(network), settings.lora_config, seed=settings.seed, scope=settings.lora_target_scope)
-    else:
-        model = network
-    if isinstance(model, PeftModel):
-        if settings.use_separate_reference_adapter and "reference" not in model.peft_config:
+    network = _base_network(settings, network, runtime, whole=not will_wrap)
+    base = _identity(network, runtime, settings.model_name)
+    with runtime.adding_adapters(network):
+        if isinstance(network, PeftModel):
+            model: nn.Module = _adopted(network, settings)
+        elif settings.lora_config is not None and add_adapters:
+            model = attach_lora(
+                unwrap(network), settings.lora_config, seed=settings.seed, scope=settings.lora_target_scope
+            )
+        else:
+            model = network
+        wants_reference = settings.use_separate_reference_adapter
+        if isinstance(model, PeftModel) and wants_reference and "reference" not in model.peft_config:
             adapters = Adapters(model)
             adapters.add("reference", like="actor", seed=settings.seed)
             adapters.copy("actor", "reference")  # the reference is the policy that training starts from
-    elif needing := settings.needing_adapter():
+    if not isinstance(model, PeftModel) and (needing := settings.needing_adapter()):
         raise ConfigError(f"{', '.join(needing)} needs a lora_config: without one the whole network is trained.")
     return model, base
 
 
-def _base_network(settings: LLMSettings, network: nn.Module | None) -> nn.Module:
+def _base_network(settings: LLMSettings, network: nn.Module | None, runtime: Runtime, *, whole: bool) -> nn.Module:
     if network is None:
         if settings.model_name is None:
             raise ConfigError("Give a network (actor_network) or the name of one (model_name); found neither.")
-        return load_base_model(
-            settings.model_name, model_config=settings.model_config, quantization_config=settings.quantization_config
-        )
+        name, config = settings.model_name, settings.model_config
+        quantisation = settings.quantization_config
+        load = partial(load_base_model, name, model_config=config, quantization_config=quantisation)
+        whole = whole or quantisation is not None or _starts_from_base_weights(settings.lora_config)
+        return runtime.load_base(resolve_name(name), load, needs_weights=whole, **(config or {}))
     if settings.model_config is not None:
         raise ConfigError("model_config goes with model_name: an actor_network is built already.")
     if settings.quantization_config is not None and getattr(unwrap(network), "quantization_method", None) is None:
@@ -125,11 +142,17 @@ def _adopted(network: PeftModel, settings: LLMSettings) -> PeftModel:
     return model
 
 
-def _identity(network: nn.Module, name: str | None) -> dict[str, Any]:
+def _starts_from_base_weights(config: PeftConfig | None) -> bool:
+    """Whether an adapter's first values are computed from the weights that it adapts."""
+    initial = getattr(config, "init_lora_weights", True)
+    return bool(getattr(config, "use_dora", False)) or not (isinstance(initial, bool) or initial == "gaussian")
+
+
+def _identity(network: nn.Module, runtime: Runtime, name: str | None) -> dict[str, Any]:
     inner = unwrap(network)
     return {
         "name_or_path": name or getattr(inner.config, "_name_or_path", ""),
-        "fingerprint": base_fingerprint(inner),
+        "fingerprint": base_fingerprint(runtime.readable(inner)),
         "dtype": str(inner.dtype).removeprefix("torch."),
     }
 
