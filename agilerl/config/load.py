@@ -73,8 +73,9 @@ def load_config(
     path: str | Path | None = None,
     overrides: Iterable[str] = (),
     *,
-    options: Mapping[str, str | None] | None = None,
+    options: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
+    base_name: str = "checkpoint",
     prefer: str = "sft",
 ) -> LoadedConfig:
     """Read, override and check a run description.
@@ -84,7 +85,8 @@ def load_config(
         overrides: ``section.key=value`` texts; they win over the file.
         options: Dotted setting -> value of a named command-line option (``--model``); ``None`` values are skipped. They
             win over everything.
-        base: Settings of an earlier run (its checkpoint); the file and the overrides win over them.
+        base: Settings that file and overrides win over, such as those of the run that is resumed.
+        base_name: What ``base`` is called as a source.
         prefer: Section whose names are suggested first.
 
     Raises:
@@ -93,12 +95,12 @@ def load_config(
     draft = _Draft()
     for section, settings in (base or {}).items():
         for key, value in dict(settings).items():
-            draft.put([section, key], value, "checkpoint")
+            draft.put([section, key], value, base_name)
     name = Path(path).name if path is not None else ""
     document = _read(Path(path), draft) if path is not None else Document()
     _merge(document, name, draft)
     for text in overrides:
-        _override(text, draft)
+        _override(text, draft, prefer)
     for dotted, value in (options or {}).items():
         if value is not None:
             draft.put(dotted.split("."), value, _COMMAND_LINE)
@@ -140,10 +142,14 @@ def _merge(document: Document, name: str, draft: _Draft) -> None:
             draft.put([section, key], value, f"{name}:{document.lines.get(f'{section}.{key}', 1)}")
 
 
-def _override(text: str, draft: _Draft) -> None:
+def _override(text: str, draft: _Draft, prefer: str) -> None:
     dotted, equals, raw = text.partition("=")
     path = [part.strip() for part in dotted.split(".")]
-    if not equals or len(path) < 2 or not all(path):
+    if equals and len(path) == 1 and path[0]:
+        hint = suggest(RunConfig, path, prefer)
+        draft.problems.append(f"command line: '{text}' names no section; {hint}")
+        return
+    if not equals or not all(path):
         draft.problems.append(f"command line: '{text}' is not a setting; write section.key=value, such as sft.lr=2e-5")
         return
     document = parse(raw)

@@ -21,8 +21,8 @@ __all__ = ["generate_greedy", "stop_ids", "stream"]
 def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, extra: Iterable[int] = ()) -> list[int]:
     """Ids that end an answer: the tokenizer's EOS, those of the model's own settings, and ``extra``."""
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    many: list[Any] = list(own) if isinstance(own, list | tuple) else [own]
-    return sorted({int(one) for one in (*many, tokenizer.eos_token_id, *extra) if one is not None})
+    many: list[Any] = [*(own if isinstance(own, list | tuple) else [own]), tokenizer.eos_token_id, *extra]
+    return sorted({int(one) for one in many if one is not None})
 
 
 @torch.no_grad()

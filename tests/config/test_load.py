@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from agilerl.config import RunConfig, load_config
@@ -167,6 +169,21 @@ def test_overrides_reach_into_nested_settings():
 def test_an_override_below_a_plain_value_is_refused():
     with pytest.raises(ConfigError, match="is not a group of settings"):
         load_config(None, ["model.name=a", "model.name.b=c"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lr=3", "'lr=3' names no section; it belongs in section sft: sft.lr"),
+        ("learning_rat=3", "'learning_rat=3' names no section; did you mean sft.lr?"),
+        ("sft.lr", "'sft.lr' is not a setting; write section.key=value"),
+        ("sft.=1", "'sft.=1' is not a setting"),
+        ("sft.lr=[1", "the value of sft.lr is not valid YAML"),
+    ],
+)
+def test_overrides_that_are_none(text, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config(None, [text])
 
 
 def test_a_list_and_a_quoted_number_survive_the_command_line():

@@ -1,0 +1,155 @@
+"""One fine-tuning run from a checked description to a saved, measured model. Read :func:`fine_tune` top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agilerl.config import RunConfig
+from agilerl.distributed import get_rank
+from agilerl.metrics import Sink
+from agilerl.metrics.sinks import ConsoleSink, CSVSink, JSONLSink, TensorBoardSink, WandbSink
+from agilerl.recipes.describe import CONFIG_FILE, Description
+from agilerl.recipes.folder import prepare_output, write_aside
+from agilerl.recipes.report import Reporter
+from agilerl.recipes.setup import build_agents, build_env, evolution_of, load_tokenizer_for, total_rows
+from agilerl.training.llm import train_llm_dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Recipe", "Result", "fine_tune"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs between the kinds of fine-tuning."""
+
+    name: str
+    """Section of the description that holds the algorithm's settings."""
+    objective: str
+    """Objective of the data."""
+    algorithm: type[Any]
+    measure: Callable[..., Any]
+    """(agent, env, evaluation section, progress=) -> numbers with ``as_dict``."""
+    measured: Callable[[Reporter, str, Any], None]
+    """Tell one measurement."""
+    compare: Callable[[Reporter, Any, Any, int], None]
+    """Tell the difference that training made."""
+
+
+@dataclass
+class Result:
+    """What came out of a run."""
+
+    folder: Path
+    before: Any = None
+    after: Any = None
+    fitness: list[float] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Searched settings of the best agent."""
+
+
+def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | None = None) -> Result:
+    """Run a description: check, load, measure, train, measure again, save.
+
+    Args:
+        description: What to do, checked; and the checkpoint to go on from, if any.
+        recipe: SFT or another kind.
+        reporter: Tells a person about it.
+
+    Raises:
+        AgileRLError: Something the user can put right; everything that can be checked is checked before training.
+        Interrupted: Stopped by a signal; a checkpoint was saved if training had begun.
+    """
+    config, resume = description.loaded.config, description.resume
+    report = reporter or Reporter(is_main=get_rank() == 0)
+    folder = prepare_output(config.output.path, overwrite=config.output.overwrite, resume=resume is not None)
+    report.opening(recipe.name, folder, description)
+
+    tokenizer = load_tokenizer_for(config.model)
+    env = build_env(config, tokenizer, objective=recipe.objective)
+    for line in env.summary():
+        report.say(line)
+    agents = build_agents(config, recipe.algorithm, getattr(config, recipe.name), tokenizer, env)
+    report.agent(agents[0])
+    if agents[0].runtime.is_main:
+        write_aside(folder / CONFIG_FILE, description.loaded.to_yaml())
+
+    total = total_rows(config, env)
+    before = None if resume else _measure(recipe, report, "before", agents[0], env, config)
+    with _sinks(config, folder, total, agents[0]) as sinks:
+        population, fitness = train_llm_dataset(
+            agents,
+            env,
+            init_hp={"BATCH_SIZE": agents[0].batch_size, "UPDATE_EPOCHS": agents[0].update_epochs},
+            checkpoint_path=folder,
+            checkpoint_steps=config.checkpoint.steps,
+            evaluation_interval=config.training.evaluation_interval,
+            eval_batches=config.training.eval_batches,
+            max_steps=config.training.max_steps,
+            num_epochs=config.training.epochs,
+            verbose=False,
+            resume=resume,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+            lora_only=config.checkpoint.lora_only,
+            save_optimizer=config.checkpoint.save_optimizer,
+            async_save=config.checkpoint.background,
+            sinks=sinks,
+            **evolution_of(config, total, agents[0].batch_size),
+        )
+    best = max(range(len(population)), key=lambda place: fitness[place])
+    after = _measure(recipe, report, "after", population[best], env, config)
+    if before is not None and after is not None:
+        recipe.compare(report, before, after, config.evaluation.samples)
+    searched = {name: getattr(population[best], name) for name in population[best].hp_config or ()}
+    if searched:
+        _tell_winner(report, recipe.name, searched, folder)
+    report.next_command(folder)
+    for agent in population:
+        agent.clean_up()
+    env.close()
+    return Result(folder, before, after, fitness, searched)
+
+
+def _measure(recipe: Recipe, report: Reporter, label: str, agent: Any, env: Any, config: RunConfig) -> Any:
+    if not config.evaluation.enabled:
+        return None
+    with report.answering(label) as progress:
+        result = recipe.measure(agent, env, config.evaluation, progress=progress)
+    recipe.measured(report, f"{label:<7}", result)
+    return result
+
+
+def _tell_winner(report: Reporter, section: str, searched: dict[str, Any], folder: Path) -> None:
+    """The settings that won, ready to be copied into a description."""
+    report.say()
+    report.say("Settings of the best member, as a description for the next run:")
+    report.say(f"{section}:")
+    for name, value in searched.items():
+        report.say(f"  {name}: {value:.6g}" if isinstance(value, float) else f"  {name}: {value}")
+    report.lineage(folder)
+
+
+@contextmanager
+def _sinks(config: RunConfig, folder: Path, total: int | None, agent: Any) -> Iterator[list[Sink]]:
+    """The asked-for places for records; other ranks than the first have none."""
+    log = config.log
+    place = Path(log.folder) if log.folder is not None else folder / "logs"
+    sinks: list[Sink] = []
+    if agent.runtime.is_main:
+        if log.console != "off":
+            sinks.append(ConsoleSink(total, live={"live": True, "plain": False}.get(log.console)))
+        if log.csv:
+            sinks.append(CSVSink(place / "metrics.csv"))
+        if log.jsonl:
+            sinks.append(JSONLSink(place / "metrics.jsonl"))
+        if log.tensorboard:
+            sinks.append(TensorBoardSink(place / "tensorboard"))
+        if log.wandb:
+            sinks.append(WandbSink(config=config.to_dict(), project=log.wandb_project, dir=str(place)))
+    yield sinks

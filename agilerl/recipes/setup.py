@@ -1,0 +1,246 @@
+"""A run description -> tokenizer, data and agents. SFT and DPO share this; what differs is the class and its extra settings."""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter, make_default_hp_config
+from agilerl.config.data import DataSection, SourceConfig
+from agilerl.config.evolution import EvolutionSection
+from agilerl.config.schema import DPOSection, LoraSection, ModelSection, RunConfig, SFTSection
+from agilerl.distributed import FSDPConfig, get_rank, get_world_size
+from agilerl.errors import ConfigError
+from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.tournament import TournamentSelection
+from agilerl.llm_envs import make_env
+from agilerl.models import load_base_model, load_tokenizer
+from agilerl.models.quantization import build_bnb_quantization_config
+from agilerl.optim import CosineLRScheduleConfig
+from agilerl.recipes.open import load_adapter
+
+__all__ = [
+    "build_agents",
+    "build_env",
+    "evolution_of",
+    "load_tokenizer_for",
+    "pick_device",
+    "pick_dtype",
+    "total_rows",
+]
+
+_INT_SETTINGS = frozenset({"batch_size", "micro_batch_size_per_gpu", "mini_batch_size", "update_epochs"})
+
+
+def pick_device(name: str) -> str:
+    """The device called ``name``; ``auto`` is this process's GPU if there is one.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    has_gpu = torch.cuda.is_available()
+    if name == "auto":
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if has_gpu else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ConfigError(f"model.device is {name}, but must be auto, cpu or cuda (cuda:1 ...).") from None
+    if kind == "cuda" and not has_gpu:
+        raise ConfigError(f"model.device is {name}, but there is no CUDA device here; use cpu or auto.")
+    return name
+
+
+def pick_dtype(name: str, device: str) -> str:
+    """Type of the weights: what was asked for, else bfloat16 where a GPU computes in it and float32 elsewhere."""
+    if name != "auto":
+        return name
+    return "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
+
+
+def build_env(config: RunConfig, tokenizer: Any, *, objective: str) -> Any:
+    """The data of a run, this process's share of it."""
+    ranks = get_world_size() // config.fsdp.tp
+    data = config.data if config.data.train is not None else _bundled(config.data, objective)
+    return make_env(
+        data,
+        tokenizer,
+        objective=objective,
+        seed=config.training.seed,
+        rank=get_rank() // config.fsdp.tp,
+        world_size=ranks,
+    )
+
+
+def _bundled(data: DataSection, objective: str) -> DataSection:
+    """The demonstration set that comes with the package."""
+    folder = files("agilerl").joinpath("assets", {"sft": "commands", "preference": "clarify"}[objective])
+    train, test = ([SourceConfig(path=str(folder / f"{split}.jsonl"))] for split in ("train", "test"))
+    return data.model_copy(update={"train": train, "test": data.test or test})
+
+
+def total_rows(config: RunConfig, env: Any) -> int | None:
+    """Rows that each agent trains; ``None`` for a stream whose length is not known."""
+    if config.training.max_steps is not None:
+        return config.training.max_steps
+    rows = env.reader.num_rows
+    return None if rows is None else rows * (config.training.epochs or 1)
+
+
+def build_agents(
+    config: RunConfig, algorithm: type[Any], section: SFTSection | DPOSection, tokenizer: Any, env: Any
+) -> list[Any]:
+    """The population: one agent, or several on one frozen base."""
+    device = pick_device(config.model.device)
+    evolution = config.evolution
+    settings = {
+        name: value
+        for name, value in section.model_dump().items()
+        if name not in ("schedule", "warmup_proportion", "min_lr_ratio")
+    }
+    network = _network(config.model, device)
+    quantization = build_bnb_quantization_config(config.model.quantization)
+    shared: dict[str, Any] = {
+        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        "pad_token": tokenizer.pad_token or tokenizer.eos_token,
+        "lora_config": _lora_config(config.lora) if network is None else None,
+        "lora_target_scope": config.lora.target_scope,
+        "fsdp_config": _fsdp_config(config),
+        "seed": config.training.seed,
+        "tokenizer": tokenizer,
+        "cosine_lr_schedule_config": _schedule(config, section, env),
+        "hp_config": _ranges(evolution, section) if evolution.population_size > 1 else None,
+        **settings,
+    }
+    if network is None:
+        shared |= {
+            "model_name": config.model.name,
+            "model_config": _model_config(config.model, device),
+            "quantization_config": quantization,
+        }
+    else:
+        shared["actor_network"] = network
+    if evolution.population_size == 1:
+        return [algorithm(device=device, **shared)]
+    return algorithm.population(size=evolution.population_size, device=device, **shared)
+
+
+def evolution_of(config: RunConfig, total: int | None, batch_size: int) -> dict[str, Any]:
+    """Arguments of ``train_llm_dataset`` that make a population evolve; none for a single agent."""
+    section = config.evolution
+    if section.population_size == 1:
+        return {}
+    seed = config.training.seed if section.seed is None else section.seed
+    interval = section.evo_steps or 10
+    if section.generations is not None:
+        if total is None:
+            raise ConfigError(
+                "evolution.generations needs a known number of rows; set training.max_steps or evo_steps."
+            )
+        interval = max(1, math.ceil(total / batch_size) // (section.generations + 1))
+    chance = section.mutation_probability
+    return {
+        "evo_steps": interval,
+        "selection_strategy": TournamentSelection(
+            section.tournament_size, section.elitism, section.population_size, rand_seed=seed
+        ),
+        "mutation": Mutations(
+            1.0 - chance, 0.0, 0.0, 0.0, 0.0, chance, mutate_elite=section.mutate_elite, rand_seed=seed
+        ),
+        "pre_training_mut": True,
+    }
+
+
+def _model_config(model: ModelSection, device: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"dtype": pick_dtype(model.dtype, device)}
+    if model.revision is not None:
+        config["revision"] = model.revision
+    if model.attention is not None:
+        config["attn_implementation"] = model.attention
+    if model.trust_remote_code:
+        config["trust_remote_code"] = True
+    return config
+
+
+def _network(model: ModelSection, device: str) -> Any:
+    """A model with the adapter to go on from; ``None`` when the agent loads the model by name."""
+    if model.adapter is None:
+        return None
+    base = load_base_model(
+        model.name,
+        model_config=_model_config(model, device),
+        quantization_config=build_bnb_quantization_config(model.quantization),
+    )
+    return load_adapter(base, model.adapter, is_trainable=True)
+
+
+def _lora_config(section: LoraSection) -> Any:
+    if not section.enabled:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type] - PEFT takes any number
+        lora_dropout=section.dropout,
+        target_modules=section.target_modules,
+        modules_to_save=section.modules_to_save,
+        bias=section.bias,
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _fsdp_config(config: RunConfig) -> FSDPConfig | None:
+    if not config.fsdp.enabled:
+        return None
+    return FSDPConfig(**config.fsdp.model_dump(exclude={"enabled"}))
+
+
+def _schedule(config: RunConfig, section: SFTSection | DPOSection, env: Any) -> CosineLRScheduleConfig | None:
+    if section.schedule == "constant":
+        return None
+    total = total_rows(config, env)
+    if total is None:
+        raise ConfigError("A cosine schedule needs a known number of rows; set training.max_steps.")
+    rows = env.reader.num_rows or total
+    passes, rest = divmod(total, rows)
+    # The remainder of every pass makes a smaller step of its own.
+    steps = passes * math.ceil(rows / section.batch_size) + math.ceil(rest / section.batch_size)
+    return CosineLRScheduleConfig(steps, section.warmup_proportion, section.min_lr_ratio)
+
+
+def _ranges(evolution: EvolutionSection, section: SFTSection | DPOSection) -> HyperparameterConfig:
+    """What evolution may change; without ranges, the learning rate within a factor ten."""
+    if not evolution.ranges:
+        return make_default_hp_config(lr=section.lr)
+    return HyperparameterConfig(
+        **{
+            name: RLParameter(
+                min=int(bounds.min) if name in _INT_SETTINGS else bounds.min,
+                max=int(bounds.max) if name in _INT_SETTINGS else bounds.max,
+                shrink_factor=bounds.shrink_factor,
+                grow_factor=bounds.grow_factor,
+                dtype=int if name in _INT_SETTINGS else float,
+            )
+            for name, bounds in evolution.ranges.items()
+        }
+    )
+
+
+def load_tokenizer_for(model: ModelSection) -> Any:
+    """The tokenizer of a run's model; one without an end token cannot end an answer.
+
+    Raises:
+        ConfigError: There is no end token.
+    """
+    tokenizer = load_tokenizer(model.name)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"The tokenizer of {model.name} has no end token, so answers could not end; set one and save it."
+        )
+    return tokenizer
