@@ -40,6 +40,7 @@ class Keeper:
         self._is_main = is_main
         self._buffers = HostBuffers()
         self._elite: CheckpointContent | None = None
+        self._has_elite = False  # apart from the content, which only the main rank has: all must gather, or none
         self._elite_fitness: float | None = None
         self._folder: CheckpointFolder | None = None
         self._writer: BackgroundWriter | None = None
@@ -77,6 +78,7 @@ class Keeper:
         best = fittest(trainees)
         content = self._capture(best)
         self._elite, self._elite_fitness = LLMCheckpointSnapshot.of(content).content, best.fitness
+        self._has_elite = True
 
     def save(self, trainees: Sequence[Trainee], training: dict[str, Any]) -> None:
         """Save the run as it is now.
@@ -91,9 +93,10 @@ class Keeper:
         best = fittest(trainees)
         several = len(trainees) > 1
         members = [self._capture(trainee) for trainee in trainees] if several else []
-        root = self._capture(best) if self._elite is None else self._elite
+        root = self._elite if self._has_elite else self._capture(best)
         score = best.fitness if self._elite_fitness is None else self._elite_fitness
         self._elite = self._elite_fitness = None
+        self._has_elite = False
         if self._folder is None or root is None:
             return
         root.training = training

@@ -87,7 +87,8 @@ class Run:
 
     def resume(self, source: bool | str | Path | None) -> bool:
         """Go on from a checkpoint if asked to and there is one; return whether that was so."""
-        path = find_checkpoint(source, self.options.folder)
+        path = find_checkpoint(source, self.options.folder) if self.runtime.is_main else None
+        path = self.runtime.broadcast(path)  # one answer for all ranks, whatever their view of a shared disk
         if path is not None:
             self.restore(path)
         self.keeper.start(resumed=path is not None)
