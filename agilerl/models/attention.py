@@ -49,17 +49,41 @@ class Segments:
     """Boundaries of the samples in the packed row that a model is computing, and what every layer reuses."""
 
     lengths: tuple[int, ...]
+    branches: tuple[tuple[int, int] | None, ...] = ()
+    """Per sample, where two continuations share a prompt: (length of the prompt, end of the first continuation)."""
     calls: int = 0
     tensors: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
-    def mask(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        """Causal, banded to the last `window` positions, ``[l, l]``; True where attention is allowed."""
-        window = None if window is None or length <= window else window
-        key = ("mask", length, window, device)
+    def mask(self, rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
+        """Causal, banded to the last `window` positions, ``[rows, columns]``; True where attention is allowed.
+
+        The rows are the last ones of a square: fewer rows than columns are tokens that follow on from earlier ones.
+        """
+        window = None if not window or columns <= window else window
+        key = ("mask", rows, columns, window, device)
         if key not in self.tensors:
-            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-            self.tensors[key] = mask if window is None else mask.triu_(1 - window)
+            offset = columns - rows
+            mask = torch.ones(rows, columns, dtype=torch.bool, device=device).tril_(offset)
+            self.tensors[key] = mask if window is None else mask.triu_(1 - window + offset)
         return self.tensors[key]
+
+    def pieces(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Queries with the keys and values that they may see, in the order of the packed row.
+
+        The second continuation of a shared prompt sees the prompt and itself, and not the first continuation.
+        """
+        start = 0
+        for index, length in enumerate(self.lengths):
+            end = start + length
+            branch = self.branches[index] if self.branches else None
+            if branch is None:
+                yield q[:, :, start:end], k[:, :, start:end], v[:, :, start:end]
+            else:
+                trunk, first = start + branch[0], start + branch[1]
+                yield q[:, :, start:first], k[:, :, start:first], v[:, :, start:first]
+                seen = [torch.cat([t[:, :, start:trunk], t[:, :, first:end]], 2) for t in (k, v)]
+                yield q[:, :, first:end], *seen
+            start = end
 
     def starts(self, device: torch.device) -> Tensor:
         """First position of each sample and the total, int32 ``[samples + 1]``."""
@@ -74,10 +98,18 @@ _active: dict[int, Segments] = {}
 
 
 @contextmanager
-def attend(configs: Sequence[Any], lengths: Iterable[int]) -> Iterator[Segments]:
-    """Make models with these configuration objects compute on a packed row of the given sample lengths."""
+def attend(
+    configs: Sequence[Any], lengths: Iterable[int], branches: Iterable[tuple[int, int] | None] = ()
+) -> Iterator[Segments]:
+    """Make models with these configuration objects compute on a packed row of the given sample lengths.
+
+    Args:
+        configs: The configuration objects of one model.
+        lengths: Tokens of each sample, in order.
+        branches: See `Segments`; empty where no sample has two continuations.
+    """
     before = [config._attn_implementation_internal for config in configs]
-    segments = Segments(tuple(lengths))
+    segments = Segments(tuple(lengths), tuple(branches))
     try:
         for config in configs:
             _active[id(config)] = segments
@@ -161,7 +193,7 @@ def segmented_attention(
     segments.calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = not softcap and s_aux is None
-    if plain and not dropout:
+    if plain and not dropout and not segments.branches:
         joined = varlen(
             query, key, value, segments.starts(query.device), max(segments.lengths), scale, sliding_window or None
         )
@@ -169,16 +201,16 @@ def segmented_attention(
             return joined, None
     grouped = query.shape[1] != key.shape[1]
     outputs: list[Tensor] = []
-    lengths = list(segments.lengths)
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
+    for q, k, v in segments.pieces(query, key, value):
+        rows, columns = q.shape[2], k.shape[2]
         if plain:
-            banded = bool(sliding_window) and q.shape[2] > (sliding_window or 0)
-            mask = segments.mask(q.shape[2], sliding_window, q.device) if banded else None
+            masked = rows != columns or (bool(sliding_window) and columns > (sliding_window or 0))
+            mask = segments.mask(rows, columns, sliding_window, q.device) if masked else None
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
         else:
-            mask = segments.mask(q.shape[2], sliding_window or None, q.device)
+            mask = segments.mask(rows, columns, sliding_window, q.device)
             out = _explicit(q, k, v, scale, mask, dropout, softcap, s_aux)
         outputs.append(out)
     # The copy that the joining makes leaves the heads next to each other, as the output projection wants them.

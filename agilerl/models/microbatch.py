@@ -41,6 +41,7 @@ class MicroBatch:
         num_tokens: Real tokens.
         num_cells: Tokens that the model computes, padding included.
         lengths: Length of each segment along the packed row; empty on the padded path.
+        branches: Where segments hold two continuations of one prompt: (length of the prompt, end of the first), by segment.
     """
 
     inputs: dict[str, Tensor]
@@ -52,6 +53,7 @@ class MicroBatch:
     num_tokens: int
     num_cells: int
     lengths: tuple[int, ...] = field(default=())
+    branches: tuple[tuple[int, int] | None, ...] = field(default=())
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

@@ -102,7 +102,7 @@ class Packer:
     def running(self, model: nn.Module, micro: MicroBatch) -> AbstractContextManager[object]:
         """Wrap the forward and the backward pass of `micro`: the model attends within samples meanwhile."""
         if self.path == "packed":
-            return attend(attention_configs(model), micro.lengths)
+            return attend(attention_configs(model), micro.lengths, micro.branches)
         return nullcontext()
 
     def _collate(self, samples: list[Sample], device: torch.device, num_rows: int) -> MicroBatch:
