@@ -8,8 +8,8 @@ from torch import Tensor
 
 __all__ = ["HeadLike", "default_chunk_rows"]
 
-_CHUNK_ELEMENTS = 1 << 25
-"""Logits held at once: 128 MiB in float32."""
+_CHUNK_ELEMENTS = 1 << 24
+"""Logits held at once: 64 MiB in float32."""
 
 
 class HeadLike(Protocol):

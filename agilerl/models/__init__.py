@@ -3,9 +3,10 @@
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, load_tokenizer
 from agilerl.models.head import Head, final_hidden_states, find_head, unwrap
-from agilerl.models.lora import adapt_lora_config_for_model, adopt_adapter, attach_lora, config_differences
+from agilerl.models.lora import adopt_adapter, attach_lora, config_differences, describe_adapters
 from agilerl.models.quantization import build_bnb_quantization_config
 from agilerl.models.share import share_base
+from agilerl.models.targets import adapt_lora_config_for_model
 
 __all__ = [
     "Adapters",
@@ -15,6 +16,7 @@ __all__ = [
     "attach_lora",
     "build_bnb_quantization_config",
     "config_differences",
+    "describe_adapters",
     "final_hidden_states",
     "find_head",
     "load_base_model",

@@ -106,8 +106,11 @@ class Adapters:
     def read(self, role: str) -> dict[str, Tensor]:
         """Weights of a role under the names of PEFT's ``adapter_model.safetensors``; views, not copies."""
         self._check(role)
-        # False: "auto" may ask the Hub for the base model's vocabulary size in the middle of a save.
-        return get_peft_model_state_dict(self.model, adapter_name=role, save_embedding_layers=False)
+        # With "auto" PEFT may ask the Hub for the base model's vocabulary in the middle of a save; without a state dict
+        # it takes the one-dimensional biases of lora_bias=True for unfinished shards (peft 0.21).
+        return get_peft_model_state_dict(
+            self.model, self.model.state_dict(), adapter_name=role, save_embedding_layers=False
+        )
 
     def write(
         self,

@@ -101,7 +101,7 @@ def find_head(model: nn.Module) -> Head:
         raise ModelError(
             f"{type(base).__name__} has no language-model head of its own; a decoder-only causal LM is needed."
         )
-    device = base.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    device = next(base.parameters()).device
     if device.type == "meta":
         raise ModelError(
             "The head of a model on the meta device cannot be checked; find it before the weights are dropped."

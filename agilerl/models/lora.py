@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from agilerl.errors import ConfigError, ModelError
-from agilerl.models.quantization import protect_quantized_layers, quantized_layers
+from agilerl.errors import ModelError
+from agilerl.models.head import unwrap
+from agilerl.models.quantization import protect_quantized_layers
+from agilerl.models.targets import adapt_lora_config_for_model, check_targets, leaf_names
+from agilerl.models.tie import untie_for
 
 __all__ = [
-    "adapt_lora_config_for_model",
     "add_adapter",
     "adopt_adapter",
     "attach_lora",
     "config_differences",
+    "describe_adapters",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ _IRRELEVANT = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "exclude_modules",
+        "fan_in_fan_out",
         "inference_mode",
         "init_lora_weights",
         "lora_dropout",
@@ -71,12 +76,34 @@ def attach_lora(
     if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ModelError("The model has adapters already; pass the PeftModel without a lora_config, or merge it first.")
     config = adapt_lora_config_for_model(model, lora_config, scope)
-    _check_targets(model, config)
+    check_targets(model, config)
     protect_quantized_layers(model)
+    if untie_for(model, config):
+        _LOG.info("The head was tied to the input embedding; it got its own weight, so that the adapter can be merged.")
+    config.inference_mode = False
     with _own_seed(seed), _quiet():
-        peft_model = get_peft_model(model, config, adapter_name=name)
-    _check_trainable(peft_model)  # type: ignore[arg-type]
-    return peft_model  # type: ignore[return-value]
+        peft_model = _wrap(model, config, name)
+    _check_trainable(peft_model)
+    _LOG.info("Adapters: %s.", describe_adapters(peft_model))
+    return peft_model
+
+
+def _wrap(model: PreTrainedModel, config: LoraConfig, name: str) -> PeftModel:
+    try:
+        return get_peft_model(model, config, adapter_name=name)  # type: ignore[return-value]
+    except ValueError as error:  # every target exists, so it is one of the narrowing fields or their combination
+        raise ModelError(f"PEFT cannot put this LoRA configuration on the model: {error}") from None
+
+
+def describe_adapters(peft_model: PeftModel) -> str:
+    """What is adapted, in a line: number and names of layers, the state of the head, trainable parameters."""
+    layers = [name for name, module in peft_model.named_modules() if isinstance(module, LoraLayer)]
+    head: Any = unwrap(peft_model).get_output_embeddings()
+    status = "adapted" if isinstance(head, LoraLayer) else "frozen"
+    if any(parameter.requires_grad for parameter in head.parameters()) and status == "frozen":
+        status = "trained in full"
+    count = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
+    return f"{len(layers)} adapted layers ({leaf_names(layers)}), head {status}, {count:,} trainable parameters"
 
 
 def add_adapter(model: PeftModel, config: Any, *, seed: int, name: str) -> None:
@@ -111,67 +138,27 @@ def adopt_adapter(peft_model: PeftModel, name: str = "actor") -> PeftModel:
 
 
 def _rename(peft_model: PeftModel, old: str, new: str) -> None:
-    """Move an adapter to another name: same tensors, same order."""
+    """Move an adapter to another name: the same tensors, in the same order."""
     for module in peft_model.modules():
-        for holder_name in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ())):
-            holder = getattr(module, holder_name, None)
-            if isinstance(holder, dict | nn.ModuleDict | nn.ParameterDict) and old in holder:
-                item = holder[old]
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            continue
+        holders = [value for key, value in module.__dict__.items() if not key.startswith("_")]
+        for holder in [*holders, *module._modules.values()]:
+            if isinstance(holder, dict | nn.ModuleDict | nn.ParameterDict | BufferDict) and old in holder:
+                item: Any = holder[old]
                 del holder[old]
                 holder[new] = item
-        for own in ("_active_adapter", "merged_adapters"):
-            value = module.__dict__.get(own)
-            if value == old:
-                module.__dict__[own] = new
-            elif isinstance(value, list):
-                module.__dict__[own] = [new if item == old else item for item in value]
-    tuner = peft_model.base_model
-    for holder in {id(c): c for c in (peft_model.peft_config, tuner.peft_config)}.values():  # type: ignore[union-attr]
-        holder[new] = holder.pop(old)
+        state = module.__dict__
+        active = state["_active_adapter"]
+        state["_active_adapter"] = new if active == old else [new if item == old else item for item in active]
+        if old in (known := state.get("_adapters", set())):
+            known.remove(old)
+            known.add(new)
+    tuner: Any = peft_model.base_model
+    for configs in {id(each): each for each in (peft_model.peft_config, tuner.peft_config)}.values():
+        configs[new] = configs.pop(old)
     tuner.active_adapter = new
     peft_model.active_adapter = new
-
-
-def adapt_lora_config_for_model(
-    model: nn.Module, lora_config: LoraConfig, lora_target_scope: str | None = None
-) -> LoraConfig:
-    """A copy of the configuration whose targets lie under ``lora_target_scope``.
-
-    Works with lists of names, ``"all-linear"`` and regular expressions. The scope is matched by whole path components:
-    ``lay`` does not match ``layers``; ``"language_model"`` also means the model's decoder where its path is called
-    otherwise.
-
-    Raises:
-        ModelError: No such scope, or no target inside it; candidates are listed.
-    """
-    config = copy.deepcopy(lora_config)
-    if lora_target_scope is None:
-        return config
-    prefix = _scope_pattern(model, lora_target_scope)
-    inside = [name for name, _ in _linear_modules(model) if re.match(prefix, name)]
-    targets = config.target_modules
-    if targets is None:
-        raise ConfigError(
-            "lora_target_scope needs target_modules (a list of names, 'all-linear' or a regular expression)."
-        )
-    if targets == "all-linear":
-        head = _head_name(model)
-        leaves = sorted({name.rpartition(".")[2] for name in inside if name != head})
-        pattern = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, leaves))})"
-    elif isinstance(targets, str):
-        pattern = rf"(?:{targets})"
-    else:
-        _check_named(
-            targets, [name for name, _ in model.named_modules() if re.match(prefix, name)], inside, "target_modules"
-        )
-        pattern = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(targets)))})"
-    config.target_modules = rf"(?={prefix}){pattern}"
-    if not inside or not any(re.fullmatch(config.target_modules, name) for name, _ in model.named_modules()):
-        raise ModelError(
-            f"No layer under the scope {lora_target_scope!r} matches target_modules={targets!r}; "
-            f"candidates there are {_leaves(inside)}."
-        )
-    return config
 
 
 def config_differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
@@ -208,72 +195,13 @@ def _own_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what PEFT itself causes: it reads a property that transformers 5 has renamed (peft 0.21)."""
+    """Hide what says nothing to users: a property renamed in transformers 5 (peft 0.21), and the layout of Conv1D."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         yield
-
-
-def _linear_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers that LoRA can adapt, by path; embeddings are left out."""
-    quantized = {id(module) for _, module in quantized_layers(model)}
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) or id(module) in quantized
-    ]
-
-
-def _head_name(model: nn.Module) -> str | None:
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    return next((name for name, module in model.named_modules() if module is head), None)
-
-
-def _leaves(names: Iterable[str]) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none"
-
-
-def _check_targets(model: nn.Module, config: LoraConfig) -> None:
-    """Every entry must match something: a typo in a list of names would otherwise leave layers untrained in silence."""
-    modules = [name for name, _ in model.named_modules() if name]
-    linear = [name for name, _ in _linear_modules(model)]
-    targets = config.target_modules
-    if isinstance(targets, str):
-        if targets != "all-linear" and not any(re.fullmatch(targets, name) for name in modules):
-            raise ModelError(f"target_modules={targets!r} matches no layer; candidates are {_leaves(linear)}.")
-    elif targets:
-        _check_named(targets, modules, linear, "target_modules")
-    if config.modules_to_save:
-        _check_named(config.modules_to_save, modules, modules, "modules_to_save")
-    if parameters := getattr(config, "target_parameters", None):
-        names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
-        _check_named(parameters, names, [n for n in names if not n.endswith(".weight")] or names, "target_parameters")
-
-
-def _check_named(entries: Iterable[str], names: list[str], candidates: list[str], field: str) -> None:
-    missing = [entry for entry in entries if not any(n == entry or n.endswith("." + entry) for n in names)]
-    if missing:
-        raise ModelError(
-            f"{field}: {', '.join(map(repr, sorted(missing)))} matches no layer of the model; "
-            f"candidates are {_leaves(candidates)}."
-        )
 
 
 def _check_trainable(peft_model: PeftModel) -> None:
     if not any(parameter.requires_grad for parameter in peft_model.parameters()):
-        raise ModelError("The adapter has no trainable parameter.")
-
-
-def _scope_pattern(model: nn.Module, scope: str) -> str:
-    """Regular expression of paths that lie under the scope."""
-    names = [name for name, _ in model.named_modules()]
-    pattern = rf"(?:.*\.)?{re.escape(scope)}\."
-    if any(re.match(pattern, name) for name in names):
-        return pattern
-    if scope == "language_model" and isinstance(model, PreTrainedModel):
-        decoder = model.get_decoder()
-        path = next((name for name, module in model.named_modules() if module is decoder and name), None)
-        if path is not None:
-            return rf"{re.escape(path)}\."
-    scopes = sorted({part for name in names for part in name.split(".")[:-1] if part and not part.isdigit()})
-    raise ModelError(f"The model has no part called {scope!r}; candidates are {', '.join(scopes)}.")
+        raise ModelError("The adapter has no trainable parameter; set inference_mode=False in its configuration.")
