@@ -10,6 +10,7 @@ from agilerl.checkpoint.folder import CheckpointFolder, check_writable, existing
 from agilerl.checkpoint.plain import json_safe, plain
 from agilerl.checkpoint.read import read_adapter, read_checkpoint
 from agilerl.checkpoint.snapshot import HostBuffers, LLMCheckpointSnapshot
+from agilerl.checkpoint.verify import VerifyReport, verify
 from agilerl.checkpoint.write import write_checkpoint
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "HostBuffers",
     "LLMCheckpointSnapshot",
     "Problem",
+    "VerifyReport",
     "base_fingerprint",
     "check_writable",
     "existing_checkpoint",
@@ -30,5 +32,6 @@ __all__ = [
     "read_adapter",
     "read_checkpoint",
     "same_base",
+    "verify",
     "write_checkpoint",
 ]

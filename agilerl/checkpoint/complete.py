@@ -38,7 +38,7 @@ def file_problems(payload: Path) -> list[Problem]:
     try:
         manifest = read_manifest(payload)
     except CheckpointError as error:
-        return [Problem(layout.MANIFEST, str(error).removeprefix(f"{payload / layout.MANIFEST} "))]
+        return [Problem(layout.MANIFEST, str(error).removeprefix(f"{payload / layout.MANIFEST} ").rstrip("."))]
     problems = [_compare(payload, name, manifest) for name in sorted(manifest.files)]
     for name, target in sorted(manifest.links.items()):
         path = payload / name

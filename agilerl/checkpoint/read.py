@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from agilerl.checkpoint import layout
 from agilerl.checkpoint.content import AdapterContent, CheckpointContent, FullModel
+from agilerl.checkpoint.manifest import read_manifest, safe_file
 from agilerl.checkpoint.tensors import read_plain, read_safetensors
 from agilerl.checkpoint.tokenizer import read_tokenizer
 from agilerl.errors import CheckpointError
 
-__all__ = ["read_adapter", "read_checkpoint"]
+__all__ = ["read_adapter", "read_attributes", "read_checkpoint", "read_full_model"]
+
+log = logging.getLogger(__name__)
 
 
 def read_checkpoint(
@@ -43,17 +47,9 @@ def read_checkpoint(
 
 
 def _read(payload: Path, need_optimizer: bool, need_tokenizer: bool) -> CheckpointContent:
-    file = payload / layout.ATTRIBUTES
-    attributes = read_plain(file)
-    fields = {"algorithm": str, "settings": dict, "state": dict, "base": dict, "adapters": list}
-    for name, kind in fields.items():
-        if not isinstance(attributes, dict) or not isinstance(attributes.get(name), kind):
-            raise CheckpointError(f"{file} is not the file of a checkpoint: it has no {name!r} ({kind.__name__}).")
-    adapters = {}
-    for role in attributes["adapters"]:
-        if role not in layout.ROLES:
-            raise CheckpointError(f"{file} names the adapter {role!r}; roles are {', '.join(layout.ROLES)}.")
-        adapters[role] = read_adapter(payload / role)
+    _check_sizes(payload)
+    attributes = read_attributes(payload)
+    adapters = {role: read_adapter(payload / role) for role in attributes["adapters"]}
     training = payload / layout.TRAINING
     has_model = (payload / "actor" / "config.json").is_file()
     return CheckpointContent(
@@ -62,12 +58,57 @@ def _read(payload: Path, need_optimizer: bool, need_tokenizer: bool) -> Checkpoi
         state=attributes["state"],
         adapters=adapters,
         model_state=attributes.get("model_state"),
-        full_model=_read_full_model(payload / "actor") if has_model else None,
+        full_model=read_full_model(payload / "actor") if has_model else None,
         optimizer=attributes.get("optimizer") if need_optimizer else None,
         base=attributes["base"],
         tokenizer=read_tokenizer(payload) if need_tokenizer else None,
         training=read_plain(training) if training.exists() else None,
     )
+
+
+def read_attributes(payload: Path) -> dict[str, Any]:
+    """Read ``attributes.pt`` and check that it is one.
+
+    Raises:
+        CheckpointError: It is not, or names an adapter that does not exist.
+    """
+    file = payload / layout.ATTRIBUTES
+    attributes = read_plain(file)
+    fields = {"algorithm": str, "settings": dict, "state": dict, "base": dict, "adapters": list}
+    for name, kind in fields.items():
+        if not isinstance(attributes, dict) or not isinstance(attributes.get(name), kind):
+            raise CheckpointError(f"{file} is not the file of a checkpoint: it has no {name!r} ({kind.__name__}).")
+    for role in attributes["adapters"]:
+        if role not in layout.ROLES:
+            raise CheckpointError(f"{file} names the adapter {role!r}; roles are {', '.join(layout.ROLES)}.")
+    _disarm(attributes["settings"])
+    return attributes
+
+
+def _disarm(settings: dict[str, Any]) -> None:
+    """Drop model options that would run code of someone else's; who loads must ask for that by name."""
+    options = settings.get("model_config")
+    if not isinstance(options, dict):
+        return
+    for name in ("trust_remote_code", "code_revision", "use_kernels", "kernel_config"):
+        if options.pop(name, None):
+            log.warning("The checkpoint asks for %s; this is not honoured unless you pass it yourself.", name)
+    attention = options.get("attn_implementation")
+    if isinstance(attention, str) and "/" in attention:  # a kernel from the Hub
+        log.warning("The checkpoint asks for the attention %s; the default is used instead.", attention)
+        del options["attn_implementation"]
+
+
+def _check_sizes(payload: Path) -> None:
+    """Catch a cut-off file before it is read; ``verify`` compares hashes, which takes longer."""
+    if not (payload / layout.MANIFEST).exists():
+        return  # some files of a checkpoint, copied by hand
+    for name, record in read_manifest(payload).files.items():
+        path = safe_file(payload, name)
+        size = path.stat().st_size if path.is_file() else -1
+        if size != record.size:
+            found = "is missing" if size < 0 else f"has {size} bytes instead of {record.size}"
+            raise CheckpointError(f"{path} {found}; the checkpoint is damaged.")
 
 
 def read_adapter(folder: Path) -> AdapterContent:
@@ -76,7 +117,8 @@ def read_adapter(folder: Path) -> AdapterContent:
     return AdapterContent(config, read_safetensors(folder / layout.ADAPTER_TENSORS))
 
 
-def _read_full_model(folder: Path) -> FullModel:
+def read_full_model(folder: Path) -> FullModel:
+    """Read an ordinary model folder."""
     generation = folder / "generation_config.json"
     return FullModel(
         _read_json(folder / "config.json"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
@@ -118,7 +119,9 @@ def write_plain(path: Path, value: Any) -> FileRecord:
 def read_plain(path: Path) -> Any:
     """``torch.load`` that runs nothing from the file: numbers, texts, containers and tensors only."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on foreign pickles, which are refused right after
+            return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from error
     except pickle.UnpicklingError as error:
