@@ -23,7 +23,7 @@ from agilerl.distributed.meshes import make_meshes
 from agilerl.distributed.optimizer import keep_state_on_host, separate_kinds
 from agilerl.distributed.shards import is_sharded, local, local_box, place, replicas, whole_on_cpu
 from agilerl.distributed.tensor_parallel import split_blocks
-from agilerl.distributed.units import close_units, open_units, shard_units, sync_gradients
+from agilerl.distributed.units import close_units, expect_outer_gradients, open_units, shard_units, sync_gradients
 from agilerl.errors import ConfigError, UnsupportedError
 
 __all__ = ["FSDPRuntime"]
@@ -172,6 +172,7 @@ class FSDPRuntime(Collectives):
         """Around one micro-batch; gradients are reduced in the last one, or in each without ``defer_grad_sync``."""
         sync_gradients(model, is_last or not self.config.defer_grad_sync, is_last)
         with self.running(model):
+            expect_outer_gradients(model)
             yield
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -25,10 +25,12 @@ from torch.distributed.fsdp import (
 
 from agilerl.distributed.checkpointing import blocks_of
 from agilerl.distributed.config import FSDPConfig
+from agilerl.distributed.shards import is_sharded
 
-__all__ = ["close_units", "open_units", "shard_units", "sync_gradients", "units_of"]
+__all__ = ["close_units", "expect_outer_gradients", "open_units", "shard_units", "sync_gradients", "units_of"]
 
 OPENER = "_agilerl_open_outer_unit"
+OUTER = "_agilerl_outer_parameters"
 
 
 def shard_units(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, device: torch.device) -> None:
@@ -53,7 +55,15 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, device: 
         unit = blocks[start : start + size]
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=config.reshard_after_forward, **settings)
         units.append(unit)
+    outer = [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter not in whole
+        and not (is_sharded(parameter) and "shard" in (parameter.device_mesh.mesh_dim_names or ()))
+    ]
     fully_shard(model, reshard_after_forward=False, **settings)
+    model.__dict__[OUTER] = outer  # past nn.Module's own bookkeeping, which would register the modules
     for parameter in whole:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
@@ -75,6 +85,17 @@ def open_units(model: nn.Module) -> None:
     close_units(model)
     if hasattr(model, OPENER):  # else the model is not sharded yet
         getattr(model, OPENER)()
+
+
+def expect_outer_gradients(model: nn.Module) -> None:
+    """Zero gradients for what lies outside the blocks, while it is open.
+
+    A rank whose micro-batch has no target does not run the head; it must take part in the sum of its gradient all the same.
+    """
+    for module, name in model.__dict__.get(OUTER, ()):
+        parameter = getattr(module, name)
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def close_units(model: nn.Module) -> None:

@@ -1,0 +1,150 @@
+"""Runs that must come out the same on any number of ranks; imported by the tests and by the ranks they launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from agilerl.algorithms.sft import SFT
+from agilerl.distributed import FSDPConfig, get_rank, get_world_size
+from tests.helpers import tiny_model
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PRECISE = {"param_dtype": "float64", "reduce_dtype": "float64"}
+SINGLE = {"param_dtype": "float32", "reduce_dtype": "float32"}
+SHARD_ALL = {"param_persistence_threshold": 0}
+
+Run = dict[str, Any]
+
+
+def global_batches(steps: int = 5) -> list[list[tuple[Tensor, int]]]:
+    """(ids, prompt length) rows of each step: uneven lengths, 7 or 8 rows, and one step with a single row."""
+    generator = torch.Generator().manual_seed(11)
+    batches = []
+    for step in range(steps):
+        rows = []
+        for _ in range(1 if step == 2 else 7 + step % 2):
+            length = int(torch.randint(3, 20, (1,), generator=generator))
+            ids = torch.randint(3, 128, (length,), generator=generator)
+            rows.append((ids, int(torch.randint(1, length, (1,), generator=generator))))
+        batches.append(rows)
+    return batches
+
+
+def batch_of(rows: list[tuple[Tensor, int]], rank: int, world: int) -> dict[str, Any]:
+    """This rank's share of the rows, padded; may hold no row."""
+    mine = rows[rank::world]
+    width = max((len(ids) for ids, _ in mine), default=0)
+    ids = torch.zeros(len(mine), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, (tokens, _) in enumerate(mine):
+        ids[index, : len(tokens)] = tokens
+        mask[index, : len(tokens)] = 1
+    return {"input_ids": ids, "attention_mask": mask, "prompt_lengths": [prompt for _, prompt in mine]}
+
+
+def make_agent(
+    *,
+    family: str = "llama",
+    lora: bool = True,
+    dtype: str = "float64",
+    fsdp: dict[str, Any] | None = None,
+    modules_to_save: list[str] | None = None,
+    tied: bool = False,
+    folder: str | None = None,
+    **settings: Any,
+) -> SFT:
+    """An agent on a tiny model; adapters start from values that give every parameter a gradient."""
+    config = None
+    if lora:
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, modules_to_save=modules_to_save)
+    network = None
+    if folder is None:
+        network = tiny_model(family, seed=0, dtype=getattr(torch, dtype), tie_word_embeddings=tied)
+    agent = SFT(
+        0,
+        "<pad>",
+        actor_network=network,
+        model_name=folder,
+        lora_config=config,
+        fsdp_config=FSDPConfig(**fsdp) if fsdp is not None else None,
+        **{"lr": 1e-2, "batch_size": 8, "micro_batch_size_per_gpu": 2, "max_grad_norm": 0.5, **settings},
+    )
+    stir(agent)
+    return agent
+
+
+def stir(agent: SFT) -> None:
+    """Give every B factor known values."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in agent.actor.named_parameters():
+        if "lora_B" in name:
+            value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+            agent.runtime.copy_into(parameter, value.to(parameter.dtype))
+
+
+def trained(agent: SFT) -> dict[str, Tensor]:
+    """Whole trainable tensors on rank 0."""
+    return agent.runtime.collect({n: p for n, p in agent.actor.named_parameters() if p.requires_grad})
+
+
+def train(agent: SFT, batches: list[list[tuple[Tensor, int]]] | None = None) -> Run:
+    """Train on every global batch; what must not depend on the ranks."""
+    runtime = agent.runtime
+    metrics = []
+    for rows in global_batches() if batches is None else batches:
+        got = agent.learn(batch_of(rows, runtime.dp_rank, runtime.dp_size))
+        metrics.append([got["loss"], got["grad_norm"], got["tokens"]])
+    return {"metrics": metrics, "weights": trained(agent)}
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "full": {"lora": False},
+    "full_tied": {"lora": False, "tied": True},
+    "lora_saved_head": {"modules_to_save": ["lm_head"]},
+    "lora_no_checkpointing": {"gradient_checkpointing": False, "family": "qwen2"},
+    "full_float32": {"lora": False, "dtype": "float32"},
+    "lora_float32": {"dtype": "float32"},
+}
+LAYOUTS: dict[str, dict[str, Any] | None] = {
+    "ddp": None,
+    "fsdp": SHARD_ALL,
+    "fsdp_options": {
+        "reshard_after_forward": False,
+        "defer_grad_sync": False,
+        "wrap_every_n_blocks": 2,
+        "prefetch_units": 2,
+        "backward_prefetch_units": 0,
+        "checkpoint_every_n_blocks": 2,
+        "cpu_offload": True,
+        "param_persistence_threshold": 200,
+    },
+}
+
+
+def run_scenario(scenario: str, layout: str) -> Run:
+    """One scenario on the present ranks."""
+    settings = dict(SCENARIOS[scenario])
+    fields = LAYOUTS[layout]
+    if fields is not None:
+        fields = fields | (SINGLE if settings.get("dtype") == "float32" else PRECISE)
+    agent = make_agent(fsdp=fields, **settings)
+    run = train(agent)
+    agent.clean_up()
+    return run
+
+
+def save_tiny(folder: Path, family: str = "llama", **overrides: Any) -> str:
+    """A tiny float64 model on disk."""
+    tiny_model(family, seed=0, dtype=torch.float64, **overrides).save_pretrained(folder)
+    return str(folder)
+
+
+def here() -> tuple[int, int]:
+    """(rank, world size)."""
+    return get_rank(), get_world_size()
