@@ -66,10 +66,20 @@ class DataSection(Section):
     """Column with the prompt (text or a list of messages); nothing: found by name."""
     response_column: str | None = None
     """Column with the answer; nothing: found by name."""
+    messages_column: str | None = None
+    """Column with the turns of whole chats; nothing: found by name."""
+    text_column: str | None = None
+    """Column with plain text; nothing: found by name."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column plays which other part (instruction, input, output, system, tools ...); a dotted path leads into lists."""
     chosen_column: str = "chosen"
     """Preference data: column with the better answer."""
     rejected_column: str = "rejected"
     """Preference data: column with the worse answer."""
+    render: Literal["auto", "chat", "plain"] = "auto"
+    """Whether plain prompts become chats: `auto` does so for instructions (alpaca), not for prompt and response texts."""
+    roles: dict[str, str] = Field(default_factory=dict)
+    """Further names of speakers and who they are, such as `{narrator: assistant}`."""
     system: str | None = None
     """System message put before every conversation that has none."""
     chat_template: str | None = None
@@ -78,6 +88,12 @@ class DataSection(Section):
     """Extra arguments for the chat template, such as `enable_thinking: false`."""
     train_on: Literal["all", "last", "marked"] = "all"
     """Which assistant turns are trained: all, the last one, or those marked `train: true`."""
+    train_roles: list[str] = Field(default_factory=lambda: ["assistant"])
+    """Whose turns of whole chats are trained."""
+    control_tokens: Literal["text", "parse"] = "text"
+    """Control tokens in a row's own text: ordinary characters, or control (rows rendered beforehand)."""
+    bad_rows: Literal["raise", "skip"] = "raise"
+    """Rows that cannot be used: stop and say which, or leave them out and count them."""
     max_context_length: int | None = Field(default=None, ge=2)
     """Longest row in tokens; nothing: the model's own limit."""
     min_completion_length: int | None = Field(default=None, ge=1)

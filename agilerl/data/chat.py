@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -102,6 +103,11 @@ class ChatRenderer:
         """Makes up for what the template cannot do."""
         return TemplateAdapter(self.template)
 
+    @property
+    def notices(self) -> list[str]:
+        """What was done to make up for the template, one sentence each."""
+        return list(self.adapter.notices) if "adapter" in self.__dict__ else []
+
     def replies(self, replies: Sequence[Reply]) -> list[Example | RowFault]:
         """Chats as prompts, each followed by a plain response and one EOS."""
         encoder = self.encoder
@@ -169,7 +175,7 @@ class ChatRenderer:
         cut = turns[0].start if turns else len(text)
         ids = np.array(tokens.ids, dtype=np.int32)
         head = min(self._head_length(messages, tokens.ids), prompt_length)
-        notes = self._notes(_texts(messages))
+        notes = (*self._notes(_texts(messages)), *_odd_turns(messages))
         return Example(ids, tuple(spans), prompt_length, text[:cut], text[cut:], head_length=head, notes=notes)
 
     def _clean(self, messages: Sequence[Message]) -> list[Message]:
@@ -305,6 +311,17 @@ class ChatRenderer:
 
     def _notes(self, texts: Sequence[str]) -> tuple[str, ...]:
         return ("control_token",) if any(map(self.encoder.has_control_token, texts)) else ()
+
+
+def _odd_turns(messages: Sequence[Message]) -> tuple[str, ...]:
+    """What is unusual about who speaks when."""
+    roles = [str(message.get("role")) for message in messages]
+    notes = []
+    if roles[-1] in ("user", "system"):
+        notes.append("ends_with_question")
+    if any(a == b and a in ("user", "assistant") for a, b in pairwise(roles)):
+        notes.append("repeated_speaker")
+    return tuple(notes)
 
 
 def _good(items: Sequence[Any]) -> list[Any]:

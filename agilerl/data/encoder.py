@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,6 +85,18 @@ class TextEncoder:
     def _control_pattern(self) -> re.Pattern[str] | None:
         texts = sorted((text for text in self.control_ids if text), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    @cached_property
+    def identity(self) -> str:
+        """Everything about the tokenizer that decides ids, for cache keys."""
+        if self.backend is not None:
+            vocabulary = self.backend.to_str()
+        else:
+            vocabulary = (
+                repr(sorted(self.tokenizer.get_vocab().items())) if hasattr(self.tokenizer, "get_vocab") else ""
+            )
+        named = repr((type(self.tokenizer).__name__, self.eos_id, self.bos_id, self.pad_id, self.parses_control_tokens))
+        return hashlib.blake2b((vocabulary + named).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def control_tokens_in(self, text: str) -> list[re.Match[str]]:
         """Every place where ``text`` spells a control token."""

@@ -46,6 +46,8 @@ def explode(row: Row, paths: dict[str, str]) -> Iterator[Row]:
     """
     lists = {path.split(".", 1)[0] for path in paths.values() if "." in path and path not in row}
     many = next((name for name in lists if isinstance(row.get(name), list)), None)
+    if many and not row[many]:
+        raise RowFault("empty_field", f"has an empty list '{many}'")
     for item in row[many] if many else [None]:
         scope = row if many is None else {**row, many: item}
         yield {part: value for part, path in paths.items() if (value := _follow(scope, path)) is not _MISSING}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cursor", "epoch_order", "rank_share", "share_sizes"]
+__all__ = ["Cursor", "epoch_order", "mix", "rank_share", "share_sizes"]
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The splitmix64 finaliser: a fixed, well-mixed permutation of 64-bit integers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -27,8 +27,8 @@ def epoch_order(num_rows: int, seed: int, epoch: int, block: int = 0) -> NDArray
     start = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in (epoch, block):
-            start = _mix(start ^ _mix(np.array([part], dtype=np.uint64)))
-        keys = _mix(_mix(np.arange(num_rows, dtype=np.uint64)) ^ start)
+            start = mix(start ^ mix(np.array([part], dtype=np.uint64)))
+        keys = mix(mix(np.arange(num_rows, dtype=np.uint64)) ^ start)
     return np.argsort(keys, kind="stable")
 
 

@@ -63,7 +63,6 @@ def prepare(
 
     def fit_one(example: Example) -> tuple[list[tuple[Example, ...]], bool]:
         kept, was_cut = fit(example, policy)
-        report.notes.update(example.notes)
         return [(row,) for row in kept], was_cut
 
     folders = [folder]
@@ -84,7 +83,6 @@ def prepare_preference(
 
     def fit_one(pair: PreferenceExample) -> tuple[list[tuple[Example, ...]], bool]:
         kept, was_cut = fit_preference(pair, policy)
-        report.notes.update({*pair.chosen.notes, *pair.rejected.notes})
         return [(kept.chosen, kept.rejected)], was_cut
 
     folders = [folder and folder / side for side in ("chosen", "rejected")]
@@ -165,10 +163,35 @@ def _fit(
         except RowFault as fault:
             _count(report, number, fault)
             continue
-        report.cut += was_cut
+        if was_cut:
+            report.cut += 1
+            report.add_finding(number, "cut", f"was cut from {_size(outcome)} to {max(map(_size, examples[0]))} tokens")
+        for note in _notes(outcome):
+            report.add_finding(number, note, NOTES[note])
         kept += examples
         sources += [number] * len(examples)
     return kept, sources
+
+
+NOTES = {
+    "control_token": "spells a control token in its own text",
+    "identical_answers": "has the same answer as chosen and as rejected",
+    "ends_with_question": "ends with a turn that nobody answers",
+    "repeated_speaker": "has two turns of the same speaker in a row",
+}
+"""Notes about kept rows, as sentences."""
+
+
+def _size(outcome: Example | PreferenceExample) -> int:
+    if isinstance(outcome, PreferenceExample):
+        return max(len(outcome.chosen.ids), len(outcome.rejected.ids))
+    return len(outcome.ids)
+
+
+def _notes(outcome: Example | PreferenceExample) -> set[str]:
+    if isinstance(outcome, PreferenceExample):
+        return {*outcome.chosen.notes, *outcome.rejected.notes}
+    return set(outcome.notes)
 
 
 def _count(report: Report, number: int, fault: RowFault) -> None:
@@ -188,7 +211,7 @@ def bad_rows_error(report: Report) -> DataError:
         numbers = ", ".join(str(fault.row) for fault in others[:8])
         more = f" Also at fault: {'row' if len(others) == 1 else 'rows'} {numbers}{' and more' if len(others) > 8 else ''}."
     return DataError(
-        f"{report.split} split, row {first.row}: it {first.message}. Mend the data, or leave bad rows out with "
+        f"{report.split} split, {report.describe(first.row)}: it {first.message}. Mend the data, or leave bad rows out with "
         f"bad_rows='skip'.{more}"
     )
 
@@ -199,7 +222,7 @@ def nothing_left(report: Report) -> DataError:
         return DataError(f"{report.split} split: it is empty; give it at least one row.")
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(report.dropped.items()))
     first = next(iter([*report.faults, *report.left_out]), None)
-    example = f" Row {first.row} {first.message}." if first else ""
+    example = f" For instance {report.describe(first.row)} {first.message}." if first else ""
     return DataError(
         f"{report.split} split: none of its {report.rows_in} rows is left ({reasons}); raise max_context_length, lower "
         f"min_completion_length, or mend the rows.{example}"

@@ -111,6 +111,8 @@ class Store:
         self.prompt_lengths: NDArray[np.int32] = columns["prompt_length"]
         self.source_rows: NDArray[np.int64] = columns["source_row"]
         self._first_id = _starts(columns["num_ids"])
+        self.first_ids: NDArray[np.int64] = self._first_id[:-1]
+        """Where each row begins in ``columns["ids"]``, [rows]."""
         self._first_span = _starts(columns["num_spans"])
         self._first_byte = _starts(columns["num_prompt_bytes"] + columns["num_response_bytes"])
 
@@ -152,11 +154,17 @@ class Store:
         return Example(self.ids(row), self.spans(row), int(self.prompt_lengths[row]), prompt, response)
 
     @property
+    def targets_per_row(self) -> NDArray[np.int64]:
+        """Trained tokens of each row, [rows]."""
+        columns = self.columns
+        start = np.maximum(columns["span_start"], 1).astype(np.int64)
+        counts = np.maximum(columns["span_end"] - start, 0) * (columns["span_weight"] != 0)
+        return np.diff(np.concatenate([[0], np.cumsum(counts)])[self._first_span])
+
+    @property
     def num_targets(self) -> int:
         """Trained tokens of all rows."""
-        start = np.maximum(self.columns["span_start"], 1).astype(np.int64)
-        counts = np.maximum(self.columns["span_end"] - start, 0)
-        return int(counts[self.columns["span_weight"] != 0].sum())
+        return int(self.targets_per_row.sum())
 
     @property
     def is_simple(self) -> bool:

@@ -1,28 +1,35 @@
-"""One split of an environment: rows in whatever form, to a prepared split."""
+"""Splits of an environment: rows in whatever form, to prepared splits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from agilerl.data.cache import cache_key, prepared_in_cache
 from agilerl.data.chat import ChatRenderer, ChatSettings
 from agilerl.data.conversation import looks_like_turns
 from agilerl.data.detect import check_columns, detect
 from agilerl.data.encoder import TextEncoder
 from agilerl.data.fit import LengthPolicy
 from agilerl.data.formats import Format, FormatOptions, PromptFormat
+from agilerl.data.held_out import split_by_content
 from agilerl.data.preference import PreferenceFormat
-from agilerl.data.prepare import BadRows, nothing_left, prepare, prepare_preference
-from agilerl.data.records import Row
+from agilerl.data.prepare import BadRows, Prepared, nothing_left, prepare, prepare_preference
+from agilerl.data.records import Row, RowFault
 from agilerl.data.report import Report
+from agilerl.data.sources import Sources, as_source
+from agilerl.data.summary import content_hashes
 from agilerl.data.template import Template
 from agilerl.data.templates import find_template
 from agilerl.data.tokenize import RowTokenizer
 from agilerl.errors import DataError
-from agilerl.llm_envs.splits import PreferenceSplit, SFTSplit, Split
+from agilerl.llm_envs.splits import PreferenceSplit, SFTSplit, StoredSplit
 
 __all__ = ["SplitBuilder", "SplitSettings"]
 
@@ -59,38 +66,87 @@ class SplitBuilder:
         self.encoder = TextEncoder(tokenizer, settings.control_tokens)
         source = find_template(settings.chat_template) if settings.chat_template else None
         has_template = source is not None or bool(getattr(tokenizer, "chat_template", None))
-        template = Template(tokenizer, source, settings.chat_template_kwargs) if has_template else None
-        self.renderer = ChatRenderer(self.encoder, template, settings.chat)
+        self.template = Template(tokenizer, source, settings.chat_template_kwargs) if has_template else None
+        self.renderer = ChatRenderer(self.encoder, self.template, settings.chat)
         self.tokenise = RowTokenizer(self.encoder, self.renderer)
         self.options = replace(settings.options, has_template=has_template)
 
-    def build(self, dataset: Any, split: str, folder: Path | None = None) -> Split:
-        """Prepare one split.
+    def build(self, dataset: Any, split: str, *, is_cached: bool = False) -> StoredSplit:
+        """Prepare one split from rows in memory or from :class:`~agilerl.data.sources.Sources`.
 
         Raises:
             DataError: It is empty, a column is missing, a row is bad, or nothing is left of it.
         """
-        rows, columns, is_columnar = rows_of(dataset, split)
-        iterator = iter(rows)
-        first = list(islice(iterator, _PEEK))
-        report = Report(split)
+        prepared = self.prepare(dataset, split, is_cached=is_cached)
+        return self.part(prepared, prepared.report)
+
+    def build_held_out(self, dataset: Any, share: float, *, is_cached: bool = False) -> tuple[StoredSplit, StoredSplit]:
+        """Prepare the rows once and hold a share of them out, by content.
+
+        Raises:
+            DataError: As for :meth:`build`.
+        """
+        prepared = self.prepare(dataset, "train", is_cached=is_cached)
+        store = prepared.stores[0]
+        train, test = split_by_content(content_hashes(prepared.stores), store.source_rows, share)
+        reports = [self._report_of(prepared, rows, split) for rows, split in ((train, "train"), (test, "test"))]
+        return self.part(prepared, reports[0], train), self.part(prepared, reports[1], test)
+
+    def part(self, prepared: Prepared, report: Report, rows: NDArray[np.int64] | None = None) -> StoredSplit:
+        """A split of prepared rows, or of some of them."""
+        kind = PreferenceSplit if len(prepared.stores) == 2 else SFTSplit
+        return kind(prepared.stores, report, self.encoder.pad_id, rows)
+
+    def _report_of(self, prepared: Prepared, rows: NDArray[np.int64], split: str) -> Report:
+        return prepared.report.of_part(
+            split,
+            rows_kept=len(np.unique(prepared.stores[0].source_rows[rows])),
+            examples=len(rows),
+            tokens=sum(int(store.lengths[rows].sum()) for store in prepared.stores),
+            trained_tokens=sum(int(store.targets_per_row[rows].sum()) for store in prepared.stores),
+        )
+
+    def prepare(self, dataset: Any, split: str, *, is_cached: bool = False) -> Prepared:
+        """Tokenise rows once, or find them in the cache."""
+        sources = dataset if isinstance(dataset, Sources) else Sources([(as_source(dataset, split), split, None)])
+        identity = sources.identity if is_cached else ""
+        if not identity:
+            return self._prepare(sources, dataset, split, None)
+        key = cache_key(identity, self.encoder, self._plain_settings(split))
+        return prepared_in_cache(key, lambda folder: self._prepare(sources, dataset, split, folder))
+
+    def _plain_settings(self, split: str) -> dict[str, Any]:
+        template = self.template.identity if self.template else None
+        return asdict(self.settings) | {"split": split, "template": template, "chat_template": None}
+
+    def _prepare(self, sources: Sources, dataset: Any, split: str, folder: Path | None) -> Prepared:
+        numbered = iter(sources)
+        first = list(islice(numbered, _PEEK))
+        report = Report(split, ", ".join(dict.fromkeys(label for _, label, _ in sources.parts)))
+        report.describe = sources.describe
         if not first:
             raise nothing_left(report)
-        format_ = self.format_of(first, columns, split, is_columnar=is_columnar)
+        rows = [row for _, row in first if not isinstance(row, RowFault)]
+        columns = _columns_of(dataset, rows)
+        if not rows:
+            raise DataError(
+                f"{split} split: none of its first {len(first)} rows can be read; the first one {first[0][1]}."
+            )
+        format_ = self.format_of(rows, columns, split, is_columnar=sources.is_columnar)
         report.format = format_.name
         self._note_unused(format_, columns, report)
         settings = self.settings
-        numbered = enumerate(chain(first, iterator))
+        every = chain(first, numbered)
         common: dict[str, Any] = {"bad_rows": settings.bad_rows, "folder": folder}
         if isinstance(format_, PreferenceFormat):
-            prepared = prepare_preference(numbered, format_.convert, self.tokenise, settings.policy, report, **common)
+            prepared = prepare_preference(every, format_.convert, self.tokenise, settings.policy, report, **common)
         else:
-            prepared = prepare(numbered, format_.convert, self.tokenise, settings.policy, report, **common)
+            prepared = prepare(every, format_.convert, self.tokenise, settings.policy, report, **common)
+        for notice in self.renderer.notices:
+            report.notice(notice)
         if not report.examples:
             raise nothing_left(report)
-        if len(prepared.stores) == 2:
-            return PreferenceSplit(*prepared.stores, report, self.encoder.pad_id)
-        return SFTSplit(prepared.stores[0], report, self.encoder.pad_id)
+        return prepared
 
     def format_of(
         self, first: Sequence[Row], columns: Sequence[str], split: str, *, is_columnar: bool
@@ -119,37 +175,19 @@ class SplitBuilder:
         check_columns(columns, parts.values(), split)
         return PreferenceFormat(options, parts)
 
-    def _note_unused(self, format_: Format | PreferenceFormat, columns: Sequence[str], report: Report) -> None:
+    def _note_unused(self, format_: Format | PreferenceFormat, columns: Iterable[str], report: Report) -> None:
         used = {path.split(".", 1)[0] for path in format_.columns.values()} | {"tools", "system"}
+        if format_.name == "tokens":
+            used |= {"labels", "weights"}
         unused = [column for column in columns if column not in used]
         if unused:
             report.notice(f"columns not used: {', '.join(unused)}")
 
 
-def rows_of(dataset: Any, split: str) -> tuple[Any, list[str], bool]:
-    """Rows of a split, its columns, and whether they come from columnar storage.
-
-    Raises:
-        DataError: It is nothing that rows can be read from.
-    """
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, dict):
-        raise DataError(f"{split} split: it is a dict of splits ({', '.join(columns)}); pass one of them.")
-    if isinstance(dataset, Sequence) and not isinstance(dataset, str | bytes):
-        found: dict[str, None] = {}
-        for number, row in enumerate(dataset):
-            if not isinstance(row, Mapping):
-                raise DataError(f"{split} split, row {number}: it is {type(row).__name__}, not a dict.")
-            found.update(dict.fromkeys(row))
-        return dataset, list(found), False
-    if columns is not None and hasattr(dataset, "__iter__"):
-        return dataset, list(columns), True
-    if dataset is None or isinstance(dataset, str | bytes | Mapping) or not hasattr(dataset, "__iter__"):
-        raise DataError(
-            f"{split} split: it is {'None' if dataset is None else type(dataset).__name__}; give a datasets.Dataset, an "
-            "IterableDataset or a list of dicts."
-        )
-    iterator: Iterator[Row] = iter(dataset)
-    first = list(islice(iterator, _PEEK))
-    names = list(dict.fromkeys(name for row in first for name in row))
-    return chain(first, iterator), names, hasattr(dataset, "features")
+def _columns_of(dataset: Any, first: Sequence[Row]) -> list[str]:
+    """Columns of a split: those it declares, else those of all rows of a list, else those of the first rows."""
+    declared = getattr(dataset, "column_names", None)
+    if declared is not None:
+        return list(declared)
+    rows: Iterator[Row] = iter(dataset if isinstance(dataset, Sequence) else first)
+    return list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))

@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from agilerl.data.chat import ChatSettings, TrainOn
+from agilerl.data.checks import Finding, check, refuse
 from agilerl.data.fit import LengthPolicy, OnLong
 from agilerl.data.formats import FormatOptions
+from agilerl.data.inspect import RowView, view_row
 from agilerl.data.order import share_sizes
 from agilerl.data.prepare import BadRows
 from agilerl.data.report import Report
+from agilerl.data.summary import Summary, content_hashes, summarise
 from agilerl.errors import DataError
 from agilerl.llm_envs.build import SplitBuilder, SplitSettings
 from agilerl.llm_envs.feed import Feed
-from agilerl.llm_envs.splits import Split
+from agilerl.llm_envs.splits import StoredSplit
 from agilerl.typing import Batch
 
 __all__ = ["DatasetEnv"]
@@ -47,6 +50,9 @@ class DatasetEnv:
         chat_template: A template's name (chatml, llama-3 ...), a file or Jinja text; None: the tokenizer's own.
         train_on: Which turns of whole chats are trained: all, last or marked.
         train_roles: Whose turns of whole chats are trained.
+        test_share: With ``test_dataset=None``: the share of the train rows to hold out, by content, so that duplicates stay on
+            one side; 0 for no test split.
+        is_cached: Whether rows whose identity is known (files, ``datasets.Dataset``) are tokenised once for all runs.
         options: How formats read rows: rendering of plain prompts, system turn, names of speakers.
 
     Raises:
@@ -77,6 +83,8 @@ class DatasetEnv:
         train_on: TrainOn = "all",
         train_roles: Sequence[str] = ("assistant",),
         options: FormatOptions | None = None,
+        test_share: float | None = None,
+        is_cached: bool = False,
     ) -> None:
         _check_ranks(rank, world_size)
         _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
@@ -103,8 +111,12 @@ class DatasetEnv:
         self.max_context_length = max_context_length
         self.min_completion_length = min_completion_length
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self._train = builder.build(train_dataset, "train")
-        self._test = builder.build(test_dataset, "test")
+        self._encoder = builder.encoder
+        if test_dataset is None and test_share is not None:
+            self._train, self._test = builder.build_held_out(train_dataset, test_share, is_cached=is_cached)
+        else:
+            self._train = builder.build(train_dataset, "train", is_cached=is_cached)
+            self._test = builder.build(test_dataset, "test", is_cached=is_cached)
         self._feed = Feed(self._train, seed=seed, rank=rank, world_size=world_size)
         self._test_feed = self._fresh_test_feed()
         self._eval_depth = 0
@@ -215,15 +227,64 @@ class DatasetEnv:
         """Changes with any token or weight of the train split."""
         return self._train.fingerprint
 
+    # Looking and checking --------------------------------------------------------------------------------------------
+
+    def summary(self, split: str = "train") -> Summary:
+        """A split in numbers: rows, tokens, lengths, stop tokens, duplicates."""
+        part = self._split(split)
+        return summarise(part.stores, part.numbers, part.report, self._encoder)
+
+    def inspect(self, rows: int = 3, split: str = "train") -> list[RowView]:
+        """The first rows of a split, token by token: what is trained, and by which rule.
+
+        ``print(view.text)``, ``view.trained_text``, ``view.pieces``; :func:`agilerl.data.inspect.as_html` makes a page.
+        """
+        part = self._split(split)
+        names = ("",) if len(part.stores) == 1 else ("chosen", "rejected")
+        views = []
+        numbers = list(range(min(rows, len(part))))
+        for number, sides in zip(numbers, part.examples(numbers), strict=True):
+            source = int(part.stores[0].source_rows[part.numbers[number]])
+            views += [view_row(side, source, self._encoder, name) for side, name in zip(sides, names, strict=True)]
+        return views
+
+    def check(self, *, allow: Sequence[str] = (), stop_ids: Sequence[int] | None = None) -> list[Finding]:
+        """Refuse data that would waste a run: see :data:`agilerl.data.checks.CHECKS`.
+
+        Args:
+            allow: Checks that may fail, by name.
+            stop_ids: Tokens at which the model stops, besides the tokenizer's EOS.
+
+        Returns:
+            The findings that were allowed.
+
+        Raises:
+            DataError: Names every finding that was not.
+        """
+        stops = {*(stop_ids or ()), *([] if self._encoder.eos_id is None else [self._encoder.eos_id])}
+        hashes = [content_hashes(part.stores)[part.numbers] for part in (self._train, self._test)]
+        findings = check(
+            self.summary(),
+            is_text=self.report.format == "text",
+            stop_ids=stops,
+            control_ids=self._encoder.control_ids,
+            train_hashes=hashes[0],
+            test_hashes=hashes[1],
+        )
+        return refuse(findings, allow)
+
+    def _split(self, name: str) -> StoredSplit:
+        if name not in ("train", "test"):
+            raise DataError(f"There is no split {name!r}; the splits are 'train' and 'test'.")
+        return self._train if name == "train" else self._test
+
     def close(self) -> None:
-        """Let go of the data; batches cannot be drawn afterwards."""
-        empty = type(self._train).__new__(type(self._train))
-        self._train = self._test = empty
+        """Nothing is held open between batches; here for symmetry with other environments."""
 
     def _fresh_test_feed(self) -> Feed:
         return Feed(self._test, seed=self.seed, rank=self.rank, world_size=self.world_size, is_shuffled=False)
 
-    def _share_of(self, split: Split) -> int:
+    def _share_of(self, split: StoredSplit) -> int:
         full, rest = divmod(len(split), self.data_batch_size_per_gpu * self.world_size)
         return full * self.data_batch_size_per_gpu + share_sizes(rest, self.world_size)[self.rank]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,84 +10,91 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agilerl.data.collate import collate_preference, collate_sft
-from agilerl.data.records import PreferenceExample
+from agilerl.data.records import Example, PreferenceExample
 from agilerl.data.report import Report
 from agilerl.data.store import Store
 from agilerl.typing import Batch
 
-__all__ = ["PreferenceSplit", "SFTSplit", "Split"]
+__all__ = ["PreferenceSplit", "SFTSplit", "Split", "StoredSplit"]
+
+Rows = Sequence[int] | NDArray[np.int64]
 
 
 class Split(Protocol):
     """Rows that can be batched by number."""
 
-    report: Report
-
     @property
     def fingerprint(self) -> str:
         """Changes with any token or weight of the split."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
         ...
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> Batch:
+    def batch(self, rows: Rows) -> Batch:
         """The rows with these numbers, padded; none gives tensors of shape [0, 0]."""
         ...
 
 
-class SFTSplit:
-    """Prompts with responses, or chats."""
+class StoredSplit:
+    """A split in one store, or in two of equal length (chosen and rejected), or a part of it.
 
-    def __init__(self, store: Store, report: Report, pad_id: int) -> None:
-        self.store, self.report, self._pad_id = store, report, pad_id
-        self._with_weights = not store.is_simple
+    Args:
+        stores: The tokenised rows.
+        report: What happened on the way.
+        pad_id: Fills batches.
+        rows: The part that this split is; None: all.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], report: Report, pad_id: int, rows: NDArray[np.int64] | None = None
+    ) -> None:
+        self.stores, self.report, self._pad_id = tuple(stores), report, pad_id
+        self._rows = rows
+        self._with_weights = not all(store.is_simple for store in stores)
 
     @property
     def fingerprint(self) -> str:
         """Changes with any token or weight of the split."""
-        return self.store.fingerprint
+        whole = "-".join(store.fingerprint for store in self.stores)
+        if self._rows is None:
+            return whole
+        return hashlib.blake2b(whole.encode() + self._rows.tobytes(), digest_size=16).hexdigest()
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
-        return int(self.store.lengths.max(initial=0))
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> Batch:
-        """The rows with these numbers, padded on the right."""
-        return collate_sft(
-            [self.store.example(int(row)) for row in rows], self._pad_id, with_weights=self._with_weights
-        )
-
-
-class PreferenceSplit:
-    """Prompts with two answers each, in two stores of equal length."""
-
-    def __init__(self, chosen: Store, rejected: Store, report: Report, pad_id: int) -> None:
-        self.chosen, self.rejected, self.report, self._pad_id = chosen, rejected, report, pad_id
-        self._with_weights = not (chosen.is_simple and rejected.is_simple)
+        return int(max((store.lengths[self.numbers].max(initial=0) for store in self.stores), default=0))
 
     @property
-    def fingerprint(self) -> str:
-        """Changes with any token or weight of either side."""
-        return f"{self.chosen.fingerprint}-{self.rejected.fingerprint}"
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest answer with its prompt."""
-        return int(max(self.chosen.lengths.max(initial=0), self.rejected.lengths.max(initial=0)))
+    def numbers(self) -> NDArray[np.int64]:
+        """Row of the store behind each row of the split, [rows]."""
+        return np.arange(len(self.stores[0]), dtype=np.int64) if self._rows is None else self._rows
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.stores[0]) if self._rows is None else len(self._rows)
 
-    def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> Batch:
+    def examples(self, rows: Rows) -> list[tuple[Example, ...]]:
+        """The rows with these numbers, one example per store."""
+        places = [int(row) if self._rows is None else int(self._rows[row]) for row in rows]
+        return [tuple(store.example(place) for store in self.stores) for place in places]
+
+    def batch(self, rows: Rows) -> Batch:
         """The rows with these numbers, padded on the right."""
-        pairs = [PreferenceExample(self.chosen.example(int(row)), self.rejected.example(int(row))) for row in rows]
+        raise NotImplementedError
+
+
+class SFTSplit(StoredSplit):
+    """Prompts with responses, or chats."""
+
+    def batch(self, rows: Rows) -> Batch:
+        """The rows with these numbers, padded on the right."""
+        return collate_sft([row[0] for row in self.examples(rows)], self._pad_id, with_weights=self._with_weights)
+
+
+class PreferenceSplit(StoredSplit):
+    """Prompts with two answers each."""
+
+    def batch(self, rows: Rows) -> Batch:
+        """The rows with these numbers, padded on the right."""
+        pairs = [PreferenceExample(*row) for row in self.examples(rows)]
         return collate_preference(pairs, self._pad_id, with_weights=self._with_weights)

@@ -1,0 +1,122 @@
+"""A described data set to an environment: the entry of the command line, and of Python users who have files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agilerl.config.data import DataSection, SourceConfig
+from agilerl.data.sources import Sources, open_source
+from agilerl.errors import DataError
+from agilerl.llm_envs.dataset_env import DatasetEnv
+
+__all__ = ["make_env", "open_sources"]
+
+
+def make_env(
+    data: DataSection | str,
+    tokenizer: Any,
+    *,
+    objective: str = "sft",
+    seed: int = 42,
+    rank: int = 0,
+    world_size: int = 1,
+    max_positions: int | None = None,
+    stop_ids: Sequence[int] | None = None,
+    is_cached: bool = True,
+    is_checked: bool = True,
+    **changes: Any,
+) -> DatasetEnv:
+    """Open, detect, tokenise, split and check the data that ``data`` describes.
+
+    Args:
+        data: The ``data`` section of a run, or just the training rows: a file, folder, glob or Hub name.
+        tokenizer: Encodes rows.
+        objective: ``sft`` or ``preference``.
+        seed: Order of rows, and mix of sources.
+        rank: This rank's index.
+        world_size: Number of ranks that share each batch.
+        max_positions: Most tokens that the model can see; caps ``max_context_length``.
+        stop_ids: Tokens at which the model stops, besides the tokenizer's EOS.
+        is_checked: Whether data that would waste a run is refused; ``data.allow`` waives single checks.
+        is_cached: Whether tokenised splits are kept in the cache folder and found there again.
+        changes: Fields of the section to set, such as ``max_context_length=1024``.
+
+    Raises:
+        DataError: (a ``ValueError``) what was found, what is allowed, what to do.
+    """
+    if isinstance(data, str):
+        data = DataSection.model_validate({"train": data} | changes)
+    elif changes:
+        data = DataSection.model_validate(data.model_dump() | changes)
+    if not data.train:
+        raise DataError("data.train names no rows; give a file, folder, glob or Hub name.")
+    train = open_sources(data.train, "train", seed=seed, limit=data.limit)
+    test = open_sources(data.test, "test", seed=seed, limit=data.limit) if data.test else None
+    env = DatasetEnv(
+        train,
+        test,
+        tokenizer,
+        objective=objective,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        is_cached=is_cached,
+        test_share=data.test_share if test is None else None,
+        **env_settings(data, max_positions),
+    )
+    if is_checked:
+        env.check(allow=data.allow, stop_ids=stop_ids)
+    return env
+
+
+def env_settings(data: DataSection, max_positions: int | None = None) -> dict[str, Any]:
+    """The keyword arguments of :class:`DatasetEnv` that a section stands for."""
+    from agilerl.data.formats import FormatOptions
+
+    limits = [limit for limit in (data.max_context_length, max_positions) if limit is not None]
+    if data.max_context_length and max_positions and data.max_context_length > max_positions:
+        raise DataError(
+            f"data.max_context_length is {data.max_context_length}, but the model has {max_positions} positions; lower it."
+        )
+    is_plain = data.chat_template == "none"
+    columns = {
+        "prompt": data.prompt_column,
+        "response": data.response_column,
+        "messages": data.messages_column,
+        "text": data.text_column,
+        **data.columns,
+    }
+    if data.format == "preference":
+        columns |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
+    return {
+        "chat_template": None if is_plain else data.chat_template,
+        "chat_template_kwargs": data.chat_template_kwargs,
+        "data_batch_size_per_gpu": data.data_batch_size_per_gpu,
+        "max_context_length": min(limits, default=None),
+        "min_completion_length": data.min_completion_length,
+        "data_format": data.format,
+        "columns": {part: column for part, column in columns.items() if column},
+        "on_long": data.too_long,
+        "bad_rows": data.bad_rows,
+        "control_tokens": data.control_tokens,
+        "train_on": data.train_on,
+        "train_roles": data.train_roles,
+        "options": FormatOptions(render="plain" if is_plain else data.render, system=data.system, roles=data.roles),
+    }
+
+
+def open_sources(named: Sequence[SourceConfig], split: str, *, seed: int, limit: int | None = None) -> Sources:
+    """The sources of a split, in sequence or mixed by weight.
+
+    Raises:
+        DataError: One does not exist.
+    """
+    parts = []
+    for source in named:
+        opened = open_source(source, default_split=split)
+        weight = source.weight
+        if weight is not None and len(opened) > 1:  # a folder's share is the share of its files together
+            weight /= len(opened)
+        parts += [(rows, label, weight) for rows, label in opened]
+    return Sources(parts, seed=seed, limit=limit)
