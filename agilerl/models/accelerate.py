@@ -1,0 +1,28 @@
+"""The faster forms of a model's parts, put in place once after its adapters are attached."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from agilerl.models import fused_blocks, fused_lora, halves
+
+__all__ = ["accelerate"]
+
+logger = logging.getLogger(__name__)
+
+
+def accelerate(model: nn.Module) -> dict[str, int]:
+    """Let adapters, norms, gated units and, where it helps, half-precision products compute faster, with equal results.
+
+    Returns:
+        How many modules of each kind were taken over.
+    """
+    counts = {
+        "LoRA layers": fused_lora.install(model),
+        **fused_blocks.install(model),
+        "products": halves.install(model),
+    }
+    logger.info("Faster forms: %s.", ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none")
+    return counts
