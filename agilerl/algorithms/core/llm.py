@@ -477,6 +477,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         twin._settings = self._settings
         twin.tokenizer = self.tokenizer
         twin._runtime = self._runtime
+        twin._inherit(self)
         twin._adopt(self._resources.shared_copy(self._runtime))
         if self._resources.optimizer is not None:
             twin._install_optimizer(twin.registry.optimizers[0]).copy_state(self._resources.optimizer)
@@ -484,6 +485,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
         if index is not None:
             twin.index = index
         return twin
+
+    def _inherit(self, parent: Any) -> None:
+        """Take over what a sub-class holds besides settings, state and resources; called on a fresh clone."""
 
     @classmethod
     def population(
@@ -530,9 +534,16 @@ class LLMAlgorithm(EvolvableAlgorithm):
         content = saving.capture(self._resources, self._runtime, lora_only=lora_only, save_optimizer=save_optimizer)
         content.algorithm = self.algo
         content.settings = self._settings.describe()
-        content.state = self._state.describe()
+        content.state = self._state.describe() | {"algorithm": self._extra_state()}
         content.tokenizer = self.tokenizer
         return content
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Plain state that a sub-class keeps besides `AgentState`."""
+        return {}
+
+    def _restore_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what `_extra_state` gave."""
 
     def snapshot_checkpoint(self, lora_only: bool = True, save_optimizer: bool = True) -> LLMCheckpointSnapshot:
         """Copy the checkpoint into host memory; later training does not change it. All ranks call this together.
@@ -589,6 +600,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
         if content.algorithm != self.algo:
             return
         self._restore_state(content, restore_config, restore_hyperparameters)
+        if not overwrite_reference_adapter:
+            self._restore_extra_state(content.state.get("algorithm", {}))
         if load_optimizer:
             self._restore_optimizer(content, path)
         self.apply_lr()

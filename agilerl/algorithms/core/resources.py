@@ -14,6 +14,7 @@ from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.checkpoint import base_fingerprint
 from agilerl.distributed import Runtime
 from agilerl.errors import ConfigError
+from agilerl.models.accelerate import accelerate
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, resolve_name
 from agilerl.models.head import Head, find_head, unwrap
@@ -110,6 +111,7 @@ def build_actor(
             adapters.copy("actor", "reference")  # the reference is the policy that training starts from
     if not isinstance(model, PeftModel) and (needing := settings.needing_adapter()):
         raise ConfigError(f"{', '.join(needing)} needs a lora_config: without one the whole network is trained.")
+    accelerate(model)
     return model, base
 
 

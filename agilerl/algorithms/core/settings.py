@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from agilerl.algorithms.core.hyperparameters import HyperparameterConfig
 from agilerl.algorithms.core.plan import BatchPlan
@@ -111,6 +111,11 @@ class LLMSettings:
             "moe_lora_recompute": self.moe_lora_recompute is not None,
         }
         return [name for name, is_set in needs.items() if is_set]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The settings among a constructor's arguments."""
+        return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain containers, for checkpoints."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from agilerl.distributed import Runtime
 from agilerl.losses import linear_cross_entropy
 from agilerl.models.head import Head, final_hidden_states
 from agilerl.models.segments import MicroBatch, Packer, Sample
@@ -55,6 +56,9 @@ class TokenObjective:
     def collate(self, rows: Sequence[Sample], device: torch.device) -> MicroBatch:
         """One micro-batch on the device."""
         return self.packer.collate(rows, device)
+
+    def prepare(self, rows: Sequence[Sample], micros: Sequence[Sequence[int]], runtime: Runtime) -> None:
+        """Nothing is needed beforehand."""
 
     def running(self, model: nn.Module, micro: MicroBatch) -> AbstractContextManager[object]:
         """Attention that keeps the samples of the micro-batch apart."""

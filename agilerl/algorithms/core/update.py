@@ -67,6 +67,10 @@ class Objective(Protocol[Row]):
         """One micro-batch; no rows give a valid one that weighs nothing."""
         ...
 
+    def prepare(self, rows: Sequence[Row], micros: Sequence[Sequence[int]], runtime: Runtime) -> None:
+        """Compute what the loss of these micro-batches needs beforehand, on all ranks alike."""
+        ...
+
     def running(self, model: nn.Module, micro: Any) -> AbstractContextManager[object]:
         """What surrounds forward and backward of a micro-batch."""
         ...
@@ -126,6 +130,7 @@ class Updater(Generic[Row]):
         sums = Sums()
         micros, units = self._micro_batches(rows, max_rows)
         totals: dict[str, Tensor] = {}
+        self.objective.prepare(rows, micros, self.runtime)
         for indices in micros:
             micro = self.objective.collate([rows[i] for i in indices], self.runtime.device)
             with self.runtime.running(self.model), self.objective.running(self.model, micro):
@@ -152,6 +157,8 @@ class Updater(Generic[Row]):
                 f"No {required} to train on in this batch of {len(rows)} rows: every weight is zero. "
                 "Check the prompt lengths, the response weights and the length limit."
             )
+        with timer.phase("forward"):
+            self.objective.prepare(rows, micros, self.runtime)
         totals: dict[str, Tensor] = {}
         for number, indices in enumerate(micros):
             with timer.phase("prepare"):
