@@ -1,8 +1,8 @@
 """Norms and gated units as one autograd function each.
 
 Written as models write them, a root-mean-square norm is six passes over the activation and a gated unit stores three
-arrays where two are enough. The functions here take fewer passes and store the least. They compute only where gradients
-are wanted, and only in modules for which a numeric probe, with weights drawn at random, shows that the result is the
+arrays where two are enough. The functions here take fewer passes and store the least. They compute in training and
+evaluation (see `forms`), and only in modules for which a numeric probe, with weights drawn at random, shows that the result is the
 module's own, bit by bit or to the last place. Models in float64 keep their own norms, which makes them the yardstick.
 """
 
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+
+from agilerl.models.forms import are_fast
 
 __all__ = ["install"]
 
@@ -87,7 +89,7 @@ class _FusedNorm:
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         is_sharded = type(self.weight) not in (Tensor, nn.Parameter)
-        if not torch.is_grad_enabled() or hidden_states.dtype != self.weight.dtype or is_sharded:
+        if not are_fast() or hidden_states.dtype != self.weight.dtype or is_sharded:
             return super().forward(hidden_states)  # type: ignore[misc]
         return _RMSNorm.apply(hidden_states, self.weight, *self._fused_norm)  # type: ignore[return-value]
 
@@ -100,7 +102,7 @@ class _FusedGate:
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not are_fast():
             return super().forward(x)  # type: ignore[misc]
         return self.down_proj(_SiLUGate.apply(self.gate_proj(x), self.up_proj(x)))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from agilerl.models.dropout import draw_dropped, zero_dropped_
+from agilerl.models.forms import are_fast
 from agilerl.models.halves import WideLinear, is_better_wide
 
 __all__ = ["FusedLoraLinear", "install"]
@@ -120,7 +121,7 @@ class FusedLoraLinear(LoraLinear):
             return None
         (name,) = names
         factors = self.lora_A[name].weight.dtype
-        if not torch.is_grad_enabled() and factors == x.dtype and not is_better_wide(x):
+        if not are_fast() and factors == x.dtype and not is_better_wide(x):
             return None  # nothing to gain: inference stays PEFT's, bit by bit
         base, a, b, dropout = self.base_layer, self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
         is_plain = (

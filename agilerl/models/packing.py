@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from agilerl.errors import ConfigError, DataError
-from agilerl.models.attention import attend
+from agilerl.models.attention import Segments, attend
+from agilerl.models.forms import fast_forms
 from agilerl.models.microbatch import MicroBatch, Sample, plan_packed, plan_padded
 
 __all__ = ["Packer", "PackingPath", "attention_configs", "text_model"]
@@ -42,6 +43,12 @@ def attention_configs(model: nn.Module) -> list[Any]:
         if type(config) is kind:
             found.setdefault(id(config), config)
     return list(found.values())
+
+
+@contextmanager
+def _running_packed(configs: list[Any], micro: MicroBatch) -> Iterator[Segments]:
+    with fast_forms(), attend(configs, micro.lengths, micro.branches) as segments:
+        yield segments
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,8 @@ class Packer:
     def running(self, model: nn.Module, micro: MicroBatch) -> AbstractContextManager[object]:
         """Wrap the forward and the backward pass of `micro`: the model attends within samples meanwhile."""
         if self.path == "packed":
-            return attend(attention_configs(model), micro.lengths, micro.branches)
-        return nullcontext()
+            return _running_packed(attention_configs(model), micro)
+        return fast_forms()
 
     def _collate(self, samples: list[Sample], device: torch.device, num_rows: int) -> MicroBatch:
         lengths = [len(sample.ids) for sample in samples]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from agilerl.models import fused_blocks
 from agilerl.models.accelerate import accelerate
+from agilerl.models.head import final_hidden_states
+from agilerl.models.segments import Sample, choose_packer
 from tests.helpers import tiny_model
 
 IDS = torch.arange(18).view(2, 9) + 7
@@ -101,6 +103,20 @@ def test_inference_is_the_model_s_own_bit_by_bit() -> None:
         before = model(input_ids=IDS).logits
         accelerate(model)
         assert torch.equal(model(input_ids=IDS).logits, before)
+
+
+def test_evaluation_in_a_micro_batch_rounds_as_training_does() -> None:
+    model = tiny_model("llama")
+    accelerate(model)
+    packer = choose_packer(model)
+    rows = [Sample(torch.arange(9) + 5, torch.ones(9)), Sample(torch.arange(4) + 8, torch.ones(4))]
+    micro = packer.collate(rows, "cpu")
+    with packer.running(model, micro):
+        trained = final_hidden_states(model, micro.inputs)
+        with torch.no_grad():
+            assert torch.equal(final_hidden_states(model, micro.inputs), trained)
+    with torch.no_grad():
+        assert torch.allclose(model.model(micro.inputs["input_ids"][:, :9])[0], trained[:, :9], rtol=1e-5, atol=1e-6)
 
 
 def test_copies_stay_fused_and_modes_are_kept() -> None:
