@@ -21,7 +21,7 @@ from agilerl.distributed.config import FSDPConfig
 from agilerl.distributed.dense import all_reduce_gradients, synchronise
 from agilerl.distributed.meshes import make_meshes
 from agilerl.distributed.optimizer import keep_state_on_host, separate_kinds
-from agilerl.distributed.shards import is_sharded, local, local_box, place, replicas, whole_on_cpu
+from agilerl.distributed.shards import local, local_box, mesh_names, place, replicas, whole_on_cpu
 from agilerl.distributed.tensor_parallel import split_blocks
 from agilerl.distributed.units import close_units, expect_outer_gradients, open_units, shard_units, sync_gradients
 from agilerl.errors import ConfigError, UnsupportedError
@@ -178,15 +178,9 @@ class FSDPRuntime(Collectives):
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients that FSDP2 does not: those of parameters kept whole."""
         if self.dp_size > 1:
-            whole = [p for p in parameters if not self._is_sharded_over_data(p)]
+            whole = [p for p in parameters if "shard" not in mesh_names(p)]
             with told():
                 all_reduce_gradients(whole, self.dp_group, self._wire)
-
-    def _is_sharded_over_data(self, parameter: nn.Parameter) -> bool:
-        if not is_sharded(parameter):
-            return False
-        names = parameter.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
-        return "shard" in names
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """2-norm over all gradients of the whole model, accumulated in float64."""

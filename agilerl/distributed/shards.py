@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["is_sharded", "local", "local_box", "place", "replicas", "whole_on_cpu", "with_local"]
+__all__ = ["is_sharded", "local", "local_box", "mesh_names", "place", "replicas", "whole_on_cpu", "with_local"]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -43,6 +43,11 @@ def local_box(tensor: Tensor) -> tuple[slice, ...]:
         starts[axis] += skipped
         sizes[axis] = min(step, sizes[axis] - skipped)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def mesh_names(tensor: Tensor) -> tuple[str, ...]:
+    """Names of the mesh dimensions that ``tensor`` is spread over; empty where it is whole."""
+    return (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
 
 
 def with_local(part: Tensor, like: Tensor) -> Tensor:

@@ -41,11 +41,12 @@ def parameters_on_meta() -> Iterator[None]:
 @contextlib.contextmanager
 def adapters_stay_real() -> Iterator[None]:
     """PEFT moves a new adapter to its base layer's device; on a skeleton that would lose its initial values."""
+    from peft.tuners.lora import LoraModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    move = BaseTunerLayer._move_adapter_to_device_of_base_layer
+    move, replace = BaseTunerLayer._move_adapter_to_device_of_base_layer, LoraModel._replace_module
 
-    def keep(layer: Any, adapter_name: str, device: torch.device | None = None) -> None:
+    def cast_only(layer: Any, adapter_name: str, device: torch.device | None = None) -> None:
         weight = getattr(layer.get_base_layer(), "weight", None)
         if weight is None or not weight.is_meta:
             move(layer, adapter_name, device)
@@ -53,15 +54,26 @@ def adapters_stay_real() -> Iterator[None]:
         for name in (*layer.adapter_layer_names, *layer.other_param_names):
             held = getattr(layer, name, None)
             if isinstance(held, nn.ModuleDict | nn.ParameterDict) and adapter_name in held:
-                if any(p.is_meta for p in _tensors(held[adapter_name])):
-                    continue
                 held[adapter_name] = held[adapter_name].to(dtype=weight.dtype)
 
-    BaseTunerLayer._move_adapter_to_device_of_base_layer = keep  # type: ignore[method-assign]
+    def replace_and_restore(
+        tuner: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
+    ) -> None:
+        real = {name: p.data for name, p in new_module.named_parameters() if not p.is_meta}
+        replace(tuner, parent, child_name, new_module, child)  # moves adapters too
+        for name, parameter in list(new_module.named_parameters()):
+            if name in real and parameter.is_meta:
+                owner, _, attribute = name.rpartition(".")
+                kept = nn.Parameter(real[name], requires_grad=parameter.requires_grad)
+                new_module.get_submodule(owner)._parameters[attribute] = kept
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = cast_only  # type: ignore[method-assign]
+    LoraModel._replace_module = replace_and_restore  # type: ignore[method-assign]
     try:
         yield
     finally:
         BaseTunerLayer._move_adapter_to_device_of_base_layer = move  # type: ignore[method-assign]
+        LoraModel._replace_module = replace  # type: ignore[method-assign]
 
 
 class WeightFiles:
@@ -191,13 +203,6 @@ def check_adapters_are_real(model: nn.Module) -> None:
                 f"{name} starts from the base weights, which are not loaded yet under FSDP: pass needs_weights=True to "
                 "load_base (every rank then loads the whole model once)."
             )
-
-
-def _tensors(held: Any) -> Iterator[Tensor]:
-    if isinstance(held, nn.Module):
-        yield from held.parameters()
-    elif isinstance(held, Tensor):
-        yield held
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

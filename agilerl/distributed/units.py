@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from agilerl.distributed.checkpointing import blocks_of
 from agilerl.distributed.config import FSDPConfig
-from agilerl.distributed.shards import is_sharded
+from agilerl.distributed.shards import mesh_names
 
 __all__ = ["close_units", "expect_outer_gradients", "open_units", "shard_units", "sync_gradients", "units_of"]
 
@@ -59,8 +59,7 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, device: 
         (module, name)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter not in whole
-        and not (is_sharded(parameter) and "shard" in (parameter.device_mesh.mesh_dim_names or ()))
+        if parameter not in whole and "shard" not in mesh_names(parameter)
     ]
     fully_shard(model, reshard_after_forward=False, **settings)
     model.__dict__[OUTER] = outer  # past nn.Module's own bookkeeping, which would register the modules
@@ -139,11 +138,16 @@ def _kept_whole(model: nn.Module, threshold: int, compute: torch.dtype) -> set[n
 
 
 def _level_trainable_dtypes(model: nn.Module, whole: set[nn.Parameter]) -> None:
-    """FSDP2 wants one dtype among the trainable parameters of a unit: the widest one that occurs."""
+    """One dtype for all sharded trainable parameters, as FSDP2 wants it: the widest that occurs, at least float32.
+
+    Half-precision weights get full-precision shards: blocks compute in ``param_dtype`` whatever the shards are, and most
+    updates are too small to be added to a bfloat16 weight.
+    """
     sharded = [p for p in model.parameters() if p.requires_grad and p not in whole]
-    widest = max((p.dtype for p in sharded), key=lambda dtype: dtype.itemsize, default=None)
+    widest = max((p.dtype for p in sharded), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    widest = torch.float32 if widest.itemsize < 4 else widest
     for parameter in sharded:
-        if widest is not None and parameter.dtype != widest:
+        if parameter.dtype != widest:
             parameter.data = parameter.data.to(widest)
 
 

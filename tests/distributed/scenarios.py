@@ -108,8 +108,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "full_tied": {"lora": False, "tied": True},
     "lora_saved_head": {"modules_to_save": ["lm_head"]},
     "lora_no_checkpointing": {"gradient_checkpointing": False, "family": "qwen2"},
-    "full_float32": {"lora": False, "dtype": "float32"},
-    "lora_float32": {"dtype": "float32"},
+    "full_float32": {"lora": False, "dtype": "float32", "lr": 1e-4},
+    "lora_float32": {"dtype": "float32", "lr": 1e-4},
 }
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "ddp": None,
