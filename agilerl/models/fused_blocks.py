@@ -2,8 +2,9 @@
 
 Written as models write them, a root-mean-square norm is six passes over the activation and a gated unit stores three
 arrays where two are enough. The functions here take fewer passes and store the least. They compute in training and
-evaluation (see `forms`), and only in modules for which a numeric probe, with weights drawn at random, shows that the result is the
-module's own, bit by bit or to the last place. Models in float64 keep their own norms, which makes them the yardstick.
+evaluation (see `forms`), and only in modules for which a numeric probe, with weights drawn at random, shows that the
+result is the module's own, bit by bit or to the last place. Models in float64 keep their own norms, which makes them the
+yardstick.
 """
 
 from __future__ import annotations
