@@ -52,11 +52,11 @@ FUNCTIONS: list[tuple[Callable[..., Any], str]] = [
     (Mutations.mutation, "self, population, pre_training_mut=False"),
     (TournamentSelection, "tournament_size, elitism, population_size"),
     (TournamentSelection.select, "self, population"),
-    (RLParameter, "min, max, shrink_factor=0.8, grow_factor=1.2, dtype=float"),
+    (RLParameter, "min, max, shrink_factor=0.8, grow_factor=1.2"),
     (CosineLRScheduleConfig, "num_steps, warmup_proportion=0.0, min_lr_ratio=0.1, actor_start_step=0"),
     (adapt_lora_config_for_model, "model, lora_config, lora_target_scope=None"),
     (build_bnb_quantization_config, "spec"),
-    (save_llm_checkpoint, "agent, path"),
+    (save_llm_checkpoint, "agent, path=None"),
     (
         FSDPConfig,
         "reshard_after_forward=True, cpu_offload=False, optim_cpu_offload=None, defer_grad_sync=True, "
@@ -187,4 +187,5 @@ def test_hyperparameter_config_is_built_by_name() -> None:
     assert not HyperparameterConfig()
     defaults = make_default_hp_config(lr=1e-4, batch_size=16)
     assert (defaults.lr.min, defaults.lr.max) == pytest.approx((1e-5, 1e-3))
+    assert inspect.signature(RLParameter).parameters["dtype"].default is float
     assert (defaults["batch_size"].min, defaults["batch_size"].max) == (4, 64)
