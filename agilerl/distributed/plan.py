@@ -1,0 +1,276 @@
+"""How much memory a run will take on each rank, and how long a step, before it is started.
+
+Weights, gradients and optimizer state are counted exactly, on a model built without memory. Activations follow the
+shapes of a transformer block; their coefficients were set by measuring training steps (``benchmarks/plan_accuracy.py``
+compares).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from agilerl.distributed.checkpointing import blocks_of
+from agilerl.distributed.config import FSDPConfig
+from agilerl.distributed.skeleton import parameters_on_meta
+
+__all__ = ["Plan", "Workload", "count", "estimate", "plan_of"]
+
+TILE_LOGITS = 2**24
+"""Logits that the loss holds at a time are about this many, and at least one row of them."""
+ALLOCATOR_SHARE = 0.03
+"""Memory that the allocator holds without use, relative to what changes size during a step."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest micro-batch of a rank, and a whole optimizer step.
+
+    Attributes:
+        tokens: Tokens of the largest micro-batch, with padding where the model needs it.
+        targets: Trained tokens among them.
+        longest: Longest row.
+        step_tokens: Tokens of one optimizer step on this rank; 0: one micro-batch.
+    """
+
+    tokens: int
+    targets: int
+    longest: int
+    step_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Elements of a model's parameters.
+
+    Attributes:
+        frozen: Base parameters that are not trained.
+        trained: Parameters that are.
+        outside: Of both, those outside the blocks (embeddings, head).
+        blocks: Number of blocks.
+        adapter_outputs: Sum of the output widths of adapted layers in one block.
+        adapter_rank: Sum of the ranks of adapted layers in one block.
+    """
+
+    frozen: int
+    trained: int
+    outside: int
+    blocks: int
+    adapter_outputs: int = 0
+    adapter_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by purpose, and what they add up to on each rank.
+
+    Attributes:
+        parts: Bytes by purpose during a training step.
+        load_bytes: Peak while the model is loaded.
+        step_flops: Floating-point operations of one optimizer step on one rank.
+        advice: What would need less memory, best first.
+    """
+
+    parts: Mapping[str, int]
+    load_bytes: int
+    step_flops: float
+    advice: tuple[str, ...] = field(default=())
+
+    @property
+    def step_bytes(self) -> int:
+        """Peak during a training step."""
+        return sum(self.parts.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the whole run."""
+        return max(self.load_bytes, self.step_bytes)
+
+    def seconds_per_step(self, flops_per_second: float) -> float:
+        """Time of one optimizer step on hardware that sustains ``flops_per_second``."""
+        return self.step_flops / flops_per_second
+
+
+def estimate(
+    folder: str | Path,
+    lora_config: Any,
+    workload: Workload,
+    *,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = True,
+    fsdp: FSDPConfig | None = None,
+    world_size: int = 1,
+    device: str = "cpu",
+) -> Plan:
+    """Plan a run on the model in ``folder``; reads its configuration only.
+
+    Args:
+        folder: Folder with a ``config.json``, or a name on the Hub.
+        lora_config: Adapters; None trains every weight.
+        workload: What a rank computes at a time.
+        dtype: Type that the base is loaded in.
+        gradient_checkpointing: Whether blocks are recomputed in backward.
+        fsdp: Sharding; None keeps a whole model on every rank.
+        world_size: Number of ranks.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with parameters_on_meta():
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # type: ignore[operator]
+    if lora_config is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    return plan_of(
+        count(model),
+        config.get_text_config(),
+        workload,
+        dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        fsdp=fsdp,
+        world_size=world_size,
+        device=device,
+    )
+
+
+def count(model: nn.Module) -> Counts:
+    """Count a model's parameters; a model on the meta device will do."""
+    blocks = blocks_of(model)
+    inside = {parameter for _, block in blocks for parameter in block.parameters()}
+    outputs = ranks = 0
+    for module in blocks[0][1].modules() if blocks else ():
+        factors = getattr(module, "lora_B", None)
+        if isinstance(factors, nn.ModuleDict):
+            for factor in factors.values():
+                outputs += int(factor.out_features)  # type: ignore[arg-type]
+                ranks += int(factor.in_features)  # type: ignore[arg-type]
+    parameters = list(model.parameters())
+    return Counts(
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        outside=sum(p.numel() for p in parameters if p not in inside),
+        blocks=len(blocks),
+        adapter_outputs=outputs,
+        adapter_rank=ranks,
+    )
+
+
+def plan_of(
+    counts: Counts,
+    config: Any,
+    workload: Workload,
+    *,
+    dtype: str,
+    gradient_checkpointing: bool,
+    fsdp: FSDPConfig | None,
+    world_size: int,
+    device: str,
+) -> Plan:
+    """Plan from counts and a text model's configuration; see :func:`estimate`."""
+    base = getattr(torch, dtype).itemsize
+    compute = base if fsdp is None else getattr(torch, fsdp.param_dtype).itemsize
+    is_full = counts.frozen == 0
+    tp = 1 if fsdp is None else fsdp.tp
+    shards = 1
+    if fsdp is not None:
+        shards = fsdp.shard_group_size or max(1, world_size // tp)
+    split = shards * tp
+    master = max(base, 4)
+    stored = base if fsdp is None else master if is_full else base
+    parts = {
+        "weights": (counts.frozen * base + counts.trained * (stored if is_full else master)) // split,
+        "gradients": counts.trained * (base if is_full and fsdp is None else master) // split,
+        "optimizer": 2 * counts.trained * master // split,
+    }
+    if is_full and base < 4 and fsdp is None:
+        parts["masters"] = counts.trained * 4
+    if fsdp is not None:
+        per_block = (counts.frozen + counts.trained - counts.outside) // max(1, counts.blocks)
+        ahead = fsdp.wrap_every_n_blocks * (1 + max(fsdp.prefetch_units, fsdp.backward_prefetch_units))
+        open_blocks = counts.blocks if not fsdp.reshard_after_forward else min(counts.blocks, ahead)
+        parts["gathered"] = (counts.outside + open_blocks * per_block // tp) * compute
+        if fsdp.defer_grad_sync and is_full:
+            parts["unreduced gradients"] = counts.trained * compute // tp
+    width = _block_bytes(config, counts, compute) // tp
+    boundary = config.hidden_size * compute
+    every = 1 if fsdp is None else fsdp.checkpoint_every_n_blocks
+    if gradient_checkpointing:
+        kept = -(-counts.blocks // every)
+        parts["activations"] = workload.tokens * (kept * boundary + (counts.blocks - kept + 1) * width)
+    else:
+        parts["activations"] = workload.tokens * counts.blocks * width
+    parts["loss"] = _loss_bytes(config, workload, compute, trains_head=is_full)
+    if is_full:
+        parts["optimizer scratch"] = 3 * _largest(config) * master // split
+    parts["allocator"] = int(ALLOCATOR_SHARE * (parts["activations"] + parts["loss"]))
+    if fsdp is not None:
+        home = "host" if fsdp.cpu_offload and device != "cpu" else None
+        if home:
+            for name in ("weights", "gradients", "optimizer"):
+                parts.pop(name, None)
+        elif fsdp.offloads_optimizer and device != "cpu":
+            parts.pop("optimizer", None)
+    total = counts.frozen + counts.trained
+    load = total * base if fsdp is None else total * base // split + counts.outside * base // shards
+    forward = 2 * total * (workload.step_tokens or workload.tokens)
+    backward = forward * (2 if is_full else 1) + (forward if gradient_checkpointing else 0)
+    plan = Plan(parts, load, float(forward + backward) / tp)
+    return Plan(parts, load, plan.step_flops, _advice(plan, is_full, gradient_checkpointing, fsdp, world_size))
+
+
+def _block_bytes(config: Any, counts: Counts, size: int) -> int:
+    """What one block keeps for backward, per token.
+
+    Its input and the sum after attention; both normalised, with their inverse norms; queries, keys, values before and
+    after rotation; attention's output; gate, up and their product; and what adapted layers keep: their low-rank outputs.
+    """
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries = head * config.num_attention_heads
+    keys = head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    values = 4 * hidden + 3 * queries + 3 * keys + 4 * inner + counts.adapter_rank
+    return values * size
+
+
+def _loss_bytes(config: Any, workload: Workload, size: int, *, trains_head: bool) -> int:
+    """Hidden states at the targets with their gradient, and one tile of logits with its exponentials."""
+    vocabulary = config.vocab_size
+    rows = min(workload.targets, max(1, TILE_LOGITS // vocabulary))
+    tile = rows * vocabulary * 4 * 2
+    head = vocabulary * config.hidden_size * 4 if trains_head else 0
+    return 2 * workload.targets * config.hidden_size * size + tile + head
+
+
+def _largest(config: Any) -> int:
+    return config.vocab_size * config.hidden_size
+
+
+def _advice(
+    plan: Plan, is_full: bool, gradient_checkpointing: bool, fsdp: FSDPConfig | None, world_size: int
+) -> tuple[str, ...]:
+    parts, advice = plan.parts, []
+    if parts["activations"] > plan.step_bytes // 3:
+        if not gradient_checkpointing:
+            advice.append("sft.gradient_checkpointing=true: blocks are recomputed instead of kept")
+        advice.append("a smaller sft.micro_batch_size_per_gpu, or data.max_context_length: activations shrink with it")
+    if is_full:
+        advice.append("lora.enabled=true: no moments and gradients for the whole model")
+    if world_size > 1 and fsdp is None:
+        advice.append("fsdp.enabled=true: weights and optimizer state are shared by the ranks")
+    if fsdp is not None and not fsdp.cpu_offload:
+        advice.append(
+            "fsdp.optim_cpu_offload=true, then fsdp.cpu_offload=true: state lives in host memory, steps take longer"
+        )
+    if fsdp is None and parts["weights"] > plan.step_bytes // 3:
+        advice.append("model.dtype=bfloat16, or model.quantization=nf4: smaller frozen weights")
+    return tuple(advice)
