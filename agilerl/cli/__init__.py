@@ -8,6 +8,7 @@ A command's file has a function ``command`` with typer annotations whose docstri
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import os
 import sys
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except AgileRLError as error:
         return _fail(error, EXIT_USER_ERROR)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _tell_peers(error)
         sys.stderr.write("\nStopped.\n")
         return 130
     except BrokenPipeError:
@@ -72,13 +74,19 @@ def _run(command: Callable[..., object], words: list[str]) -> int:
 
     module = sys.modules[command.__module__]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(context_settings=getattr(module, "CONTEXT_SETTINGS", None))(command)
+    outcome: list[object] = []
+
+    @functools.wraps(command)
+    def keep_outcome(*args: object, **kwargs: object) -> None:
+        outcome.append(command(*args, **kwargs))
+
+    app.command(context_settings=getattr(module, "CONTEXT_SETTINGS", None))(keep_outcome)
     try:
-        result = app(words[1:], prog_name=f"agilerl {words[0]}", standalone_mode=True)
-    except SystemExit as exit_:
-        code = exit_.code
-        return code if isinstance(code, int) else int(code is not None)
-    return result if isinstance(result, int) else 0
+        app(words[1:], prog_name=f"agilerl {words[0]}")
+    except SystemExit as end:
+        if not outcome:  # --help, a wrong option, or a signal that ended the process
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return outcome[0] if isinstance(outcome[0], int) else 0
 
 
 def _find(name: str) -> Callable[..., object]:
@@ -94,7 +102,10 @@ def _overview() -> str:
     width = max(map(len, COMMANDS)) + 2
     lines = ["Usage: agilerl COMMAND [...]", "", "Fine-tuning of language models.", "", "Commands:"]
     lines += [f"  {name:<{width}}{summary}" for name, summary in COMMANDS.items()]
-    lines += ["", "'agilerl COMMAND --help' tells more. 'agilerl sft' alone trains a small model on a bundled data set."]
+    lines += [
+        "",
+        "'agilerl COMMAND --help' tells more. 'agilerl sft' alone trains a small model on a bundled data set.",
+    ]
     return "\n".join(lines)
 
 
@@ -102,7 +113,14 @@ def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
+def _tell_peers(error: BaseException) -> None:
+    """Let the other processes of a run say why this one ends."""
+    if "torch" in sys.modules and "agilerl.distributed" in sys.modules:
+        sys.modules["agilerl.distributed"].report_failure(error)
+
+
 def _fail(error: Exception, code: int) -> int:
+    _tell_peers(error)
     sys.stderr.write(f"Error: {error}\n")
     return code
 

@@ -39,8 +39,8 @@ def command(
     """Talk to a model: interactively, or once with --message."""
     quiet_libraries()
     from agilerl.recipes.chat import Conversation
+    from agilerl.recipes.device import pick_device
     from agilerl.recipes.open import open_model
-    from agilerl.recipes.setup import pick_device
 
     opened = open_model(checkpoint, base=base, device=pick_device(device), trust_remote_code=trust_remote_code)
     conversation = Conversation.like_training(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import urllib.parse
 from typing import Annotated, Any
 
 import typer
@@ -63,13 +65,30 @@ def options_of(
 
 
 def quiet_libraries() -> None:
-    """Keep progress bars and notices of libraries out of the output; their errors stay."""
+    """Keep progress bars and notices of libraries out of the output; their errors stay. Call before importing them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "HF_HUB_OFFLINE" not in os.environ and not _hub_is_there():
+        # Without a network the hub's client tries again for more than a minute before it says so.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    if "transformers" in sys.modules:  # it has read the environment already
+        sys.modules["transformers"].logging.disable_progress_bar()
     if not sys.warnoptions:
         import warnings
 
         warnings.formatwarning = lambda message, *_, **__: f"Note: {message}\n"
         for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
             warnings.simplefilter("ignore", category)
+
+
+def _hub_is_there() -> bool:
+    """Whether the hub's name is known here; behind a proxy, which looks names up itself, it is taken to be."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True

@@ -61,7 +61,7 @@ def open_model(
     elif _is_model_folder(folder) or not folder.exists():
         opened = _open_plain(name if not folder.exists() else str(folder), arguments, "model", None)
     elif (folder / "attributes.pt").is_file():
-        opened = _open_state(folder, base, arguments)
+        opened = _open_state(folder, base)
     else:
         raise ModelError(f"{folder} holds neither a model nor an adapter; found: {_listing(folder)}.")
     opened.model.to(device).eval()
@@ -113,23 +113,20 @@ def _open_plain(name: str, arguments: dict[str, Any], kind: str, tokenizer: Any)
     return OpenModel(model, tokenizer or load_tokenizer(name), kind, name)
 
 
-def _open_state(folder: Path, base: str | None, arguments: dict[str, Any]) -> OpenModel:
-    """A checkpoint with the whole state dict inside (``lora_only=False``)."""
-    content = read_checkpoint(folder, need_optimizer=False)
-    name = base or content.base.get("name_or_path")
-    if not name or content.model_state is None:
-        raise ModelError(f"{folder} does not say which model it belongs to; give it with --base.")
-    model: Any = load_base_model(str(name), model_config=arguments)
-    if content.adapters:
-        from peft import LoraConfig, get_peft_model
+def _open_state(folder: Path, base: str | None) -> OpenModel:
+    """A checkpoint with all weights in one file (``lora_only=False``): the agent that wrote it knows how to build it."""
+    from agilerl import algorithms
 
-        first = next(iter(content.adapters.values()))
-        model = get_peft_model(model, LoraConfig(**first.config), adapter_name="actor")
-    problems = model.load_state_dict(content.model_state, strict=False)
-    if problems.unexpected_keys or problems.missing_keys:
-        odd = (problems.unexpected_keys or problems.missing_keys)[0]
-        raise CheckpointError(f"The weights in {folder} do not fit {name} (first difference: {odd}).")
-    return OpenModel(model, content.tokenizer or load_tokenizer(str(name)), "full checkpoint", str(name))
+    content = read_checkpoint(folder, need_optimizer=False)
+    kind = getattr(algorithms, content.algorithm, None)
+    if kind is None or content.model_state is None:
+        raise CheckpointError(f"{folder} holds no weights that can be opened (written by {content.algorithm}).")
+    if base is not None:
+        raise ModelError(f"{folder} holds all weights; leave --base out.")
+    agent = kind.load(str(folder))
+    name = str(content.base.get("name_or_path"))
+    tokenizer = agent.tokenizer or content.tokenizer or load_tokenizer(name)
+    return OpenModel(agent.actor, tokenizer, "full checkpoint", name)
 
 
 def _adapter_folder(folder: Path) -> Path | None:

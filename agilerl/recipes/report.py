@@ -50,6 +50,25 @@ class Reporter:
         for name, old, new in description.changes:
             self.say(f"  {name}: {old} -> {new}")
 
+    def data(self, env: Any) -> None:
+        """Rows in and kept, what happened to the others, and how much is trained, for each split."""
+        for split in ("train", "test"):
+            summary = env.summary(split)
+            report = summary.report
+            lost = [
+                f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(report.dropped.items()) if count
+            ]
+            lost += [f"{report.cut:,} cut"] if report.cut else []
+            lost += [f"{summary.num_duplicates:,} duplicates"] if summary.num_duplicates else []
+            middle, most = summary.percentiles.get(50, 0), summary.longest[1]
+            self.say(
+                f"{split:<8}{summary.rows:,} of {report.rows_in:,} rows ({report.format or 'prompt_response'})"
+                f"{': ' if lost else ''}{', '.join(lost)}; {summary.trained_tokens:,} of {summary.tokens:,} tokens trained; "
+                f"median {middle:,}, longest {most:,} tokens"
+            )
+            for notice in report.notices:
+                self.say(f"        {notice}")
+
     def agent(self, agent: Any) -> None:
         """What is trained, and on what."""
         trained = sum(parameter.numel() for parameter in agent.actor.parameters() if parameter.requires_grad)

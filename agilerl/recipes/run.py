@@ -72,8 +72,7 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
 
     tokenizer = load_tokenizer_for(config.model)
     env = build_env(config, tokenizer, objective=recipe.objective)
-    for line in env.summary():
-        report.say(line)
+    report.data(env)
     agents = build_agents(config, recipe.algorithm, getattr(config, recipe.name), tokenizer, env)
     report.agent(agents[0])
     if agents[0].runtime.is_main:

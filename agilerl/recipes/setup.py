@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from importlib.resources import files
 from typing import Any
 
-import torch
+from transformers import AutoConfig, GenerationConfig
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter, make_default_hp_config
 from agilerl.config.data import DataSection, SourceConfig
@@ -19,52 +18,37 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.llm_envs import make_env
 from agilerl.models import load_base_model, load_tokenizer
+from agilerl.models.build import resolve_name
 from agilerl.models.quantization import build_bnb_quantization_config
 from agilerl.optim import CosineLRScheduleConfig
+from agilerl.recipes.device import pick_device, pick_dtype
 from agilerl.recipes.open import load_adapter
 
 __all__ = [
     "build_agents",
     "build_env",
+    "bundled",
     "evolution_of",
     "load_tokenizer_for",
-    "pick_device",
-    "pick_dtype",
+    "model_limits",
     "total_rows",
 ]
 
 _INT_SETTINGS = frozenset({"batch_size", "micro_batch_size_per_gpu", "mini_batch_size", "update_epochs"})
 
 
-def pick_device(name: str) -> str:
-    """The device called ``name``; ``auto`` is this process's GPU if there is one.
+def build_env(config: RunConfig, tokenizer: Any, *, objective: str, model: str | None = None) -> Any:
+    """The data of a run, this process's share of it, cut to what the model can read.
 
-    Raises:
-        ConfigError: There is no such device.
+    Args:
+        config: The run.
+        tokenizer: Encodes the rows.
+        objective: "sft" or "preference".
+        model: Name of the model in place of ``config.model.name``.
     """
-    has_gpu = torch.cuda.is_available()
-    if name == "auto":
-        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if has_gpu else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise ConfigError(f"model.device is {name}, but must be auto, cpu or cuda (cuda:1 ...).") from None
-    if kind == "cuda" and not has_gpu:
-        raise ConfigError(f"model.device is {name}, but there is no CUDA device here; use cpu or auto.")
-    return name
-
-
-def pick_dtype(name: str, device: str) -> str:
-    """Type of the weights: what was asked for, else bfloat16 where a GPU computes in it and float32 elsewhere."""
-    if name != "auto":
-        return name
-    return "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
-
-
-def build_env(config: RunConfig, tokenizer: Any, *, objective: str) -> Any:
-    """The data of a run, this process's share of it."""
+    max_positions, stop_ids = model_limits(model or config.model.name, config.model.trust_remote_code)
     ranks = get_world_size() // config.fsdp.tp
-    data = config.data if config.data.train is not None else _bundled(config.data, objective)
+    data = config.data if config.data.train is not None else bundled(config.data, objective)
     return make_env(
         data,
         tokenizer,
@@ -72,10 +56,27 @@ def build_env(config: RunConfig, tokenizer: Any, *, objective: str) -> Any:
         seed=config.training.seed,
         rank=get_rank() // config.fsdp.tp,
         world_size=ranks,
+        max_positions=max_positions,
+        stop_ids=stop_ids,
     )
 
 
-def _bundled(data: DataSection, objective: str) -> DataSection:
+def model_limits(name: str, trust_remote_code: bool) -> tuple[int | None, list[int]]:
+    """Positions that a model has, and the tokens that it stops at; read from its settings, without its weights."""
+    path = resolve_name(name)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return None, []  # whoever loads the model says what is wrong with it
+    try:
+        stops = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        stops = config.eos_token_id
+    many: list[Any] = stops if isinstance(stops, list) else [stops]
+    return getattr(config, "max_position_embeddings", None), [int(one) for one in many if one is not None]
+
+
+def bundled(data: DataSection, objective: str) -> DataSection:
     """The demonstration set that comes with the package."""
     folder = files("agilerl").joinpath("assets", {"sft": "commands", "preference": "clarify"}[objective])
     train, test = ([SourceConfig(path=str(folder / f"{split}.jsonl"))] for split in ("train", "test"))
