@@ -146,7 +146,8 @@ def output_errors(path: Path, consequence: str) -> Iterator[None]:
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason = f"{error.strerror}; make the folder writable or name another one"
         else:
-            reason = error.strerror or str(error)
+            where = "" if error.filename in (None, str(path)) else f" ({error.filename})"
+            reason = f"{error.strerror or error}{where}"
         failure = OutputError(f"Cannot write to {path}: {reason}. {consequence}".strip())
         failure.errno = error.errno
         raise failure from error

@@ -47,6 +47,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         trial.write_bytes(b"x" * 4096)
         trial.unlink()
     layout.check_free(root, names)
+    best, history = root / layout.BEST, root / layout.HISTORY
+    in_the_way = [best] * (best.exists() and not best.is_symlink()) + [history] * history.is_file()
+    if in_the_way:
+        raise OutputError(f"{in_the_way[0]} is in the way of checkpoints; move it or name another folder.")
 
 
 def existing_checkpoint(path: str | os.PathLike[str]) -> str | None:

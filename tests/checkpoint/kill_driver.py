@@ -56,7 +56,7 @@ def train(kind: str, folder: Path) -> None:
         }
     else:
         pop = [make_agent(lora=kind == "lora", dropout=0.3, micro_batch_size_per_gpu=2)]
-    train_llm_dataset(pop, make_env(train=60, test=12), **arguments)
+    train_llm_dataset(pop, make_env(train=44, test=12), **arguments)
 
 
 def watch(folder: Path, event: Callable[[str], None]) -> None:
