@@ -60,7 +60,7 @@ def _jsonl(path: Path) -> Rows:
                 line = line[len(_BOM) :]
             if not line.strip():
                 continue
-            yield _json_row(line, f"{path.name}:{number}")
+            yield _json_row(line.rstrip(b"\r\n"), f"{path.name}:{number}")
 
 
 def _json_row(line: bytes, where: str) -> Row | RowFault:

@@ -9,8 +9,9 @@ from typing import Any
 
 from agilerl.data.encoder import TextEncoder
 from agilerl.data.records import Example
+from agilerl.data.summary import Summary
 
-__all__ = ["Piece", "RowView", "as_html", "view_row"]
+__all__ = ["Piece", "RowView", "as_html", "summary_lines", "view_row"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,49 @@ def view_row(example: Example, row: int, encoder: TextEncoder, side: str = "") -
     for start, end, weight, rule in _runs(example, ids, encoder, controls):
         pieces.append(Piece(tuple(_token_texts(encoder, ids[start:end])), weight, rule))
     return RowView(row, side, _decode(encoder, ids), tuple(pieces), len(ids), example.num_targets)
+
+
+def summary_lines(summary: Summary, *, batch_size: int | None = None, epochs: int = 1) -> list[tuple[str, str]]:
+    """A split in short, as (what, how much) lines for a person.
+
+    Args:
+        summary: The numbers.
+        batch_size: Rows of an optimizer step, to tell the steps to come.
+        epochs: Passes to come.
+    """
+    report = summary.report
+    lines = [("format", f"{report.format}, from {report.source}" if report.source else report.format)]
+    rows = f"{report.rows_in:,} read, {report.rows_kept:,} kept"
+    if summary.rows != report.rows_kept:
+        rows += f" as {summary.rows:,} examples"
+    left_out = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in report.dropped.most_common())
+    dropped = f"; dropped: {left_out}" if left_out else ""
+    lines.append(("rows", rows + dropped + (f"; cut: {report.cut:,}" if report.cut else "")))
+    share = summary.trained_tokens / summary.tokens if summary.tokens else 0.0
+    lines.append(("tokens", f"{summary.tokens:,}, of which {summary.trained_tokens:,} ({share:.0%}) are trained"))
+    if summary.percentiles:
+        p = summary.percentiles
+        lines.append(
+            (
+                "length",
+                f"median {p[50]}, 95 % below {p[95]}, longest {summary.longest[1]} (row {summary.longest[0]}), "
+                f"shortest {summary.shortest[1]} (row {summary.shortest[0]})",
+            )
+        )
+    stops = ", ".join(f"{text} {count:,}" for text, count in summary.stop_tokens.items()) or "none"
+    lines.append(("answers end in", stops + (f"; unfinished: {summary.unfinished:,}" if summary.unfinished else "")))
+    if summary.with_bos:
+        twice = f", twice in {summary.with_double_bos:,}" if summary.with_double_bos else ""
+        lines.append(("BOS", f"opens {summary.with_bos:,} rows{twice}"))
+    worth_a_look = {name.replace("_", " "): count for name, count in report.notes.items() if name != "cut"}
+    if summary.num_duplicates:
+        worth_a_look["duplicates"] = summary.num_duplicates
+    if worth_a_look:
+        lines.append(("worth a look", ", ".join(f"{name} {count:,}" for name, count in worth_a_look.items())))
+    lines += [("note", notice) for notice in report.notices]
+    if batch_size:
+        lines.append(("optimizer steps", f"{summary.steps(batch_size, epochs):,} of {batch_size} rows"))
+    return lines
 
 
 def _runs(

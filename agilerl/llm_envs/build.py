@@ -59,10 +59,17 @@ class SplitSettings:
 
 
 class SplitBuilder:
-    """Prepares splits under one set of settings."""
+    """Prepares splits under one set of settings.
 
-    def __init__(self, tokenizer: Any, settings: SplitSettings) -> None:
+    Args:
+        tokenizer: Encodes rows.
+        settings: Everything else that decides the tokens.
+        may_be_empty: Give a split of no rows, rather than an error, where all rows were left out.
+    """
+
+    def __init__(self, tokenizer: Any, settings: SplitSettings, *, may_be_empty: bool = False) -> None:
         self.settings = settings
+        self._may_be_empty = may_be_empty
         self.encoder = TextEncoder(tokenizer, settings.control_tokens)
         source = find_template(settings.chat_template) if settings.chat_template else None
         has_template = source is not None or bool(getattr(tokenizer, "chat_template", None))
@@ -130,7 +137,7 @@ class SplitBuilder:
         columns = _columns_of(dataset, rows)
         if not rows:
             raise DataError(
-                f"{split} split: none of its first {len(first)} rows can be read; the first one {first[0][1]}."
+                f"{split} split: none of its first {len(first)} rows can be read; {sources.describe(0)} {first[0][1]}."
             )
         format_ = self.format_of(rows, columns, split, is_columnar=sources.is_columnar)
         report.format = format_.name
@@ -144,7 +151,7 @@ class SplitBuilder:
             prepared = prepare(every, format_.convert, self.tokenise, settings.policy, report, **common)
         for notice in self.renderer.notices:
             report.notice(notice)
-        if not report.examples:
+        if not report.examples and not self._may_be_empty:
             raise nothing_left(report)
         return prepared
 

@@ -86,8 +86,6 @@ class DatasetEnv:
         test_share: float | None = None,
         is_cached: bool = False,
     ) -> None:
-        _check_ranks(rank, world_size)
-        _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
         settings = SplitSettings(
             objective=objective,
             response_column=response_column,
@@ -101,17 +99,60 @@ class DatasetEnv:
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             chat=ChatSettings(train_on, tuple(train_roles)),
         )
-        builder = SplitBuilder(tokenizer, settings)
+        self._set_up(
+            train_dataset,
+            test_dataset,
+            tokenizer,
+            settings,
+            data_batch_size_per_gpu=data_batch_size_per_gpu,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            test_share=test_share,
+            is_cached=is_cached,
+        )
+
+    @classmethod
+    def from_settings(
+        cls, train_dataset: Any, test_dataset: Any, tokenizer: Any, settings: SplitSettings, **shared: Any
+    ) -> DatasetEnv:
+        """An environment whose settings have been gathered already; ``shared`` as for the constructor."""
+        env = cls.__new__(cls)
+        env._set_up(train_dataset, test_dataset, tokenizer, settings, **shared)
+        return env
+
+    def _set_up(
+        self,
+        train_dataset: Any,
+        test_dataset: Any,
+        tokenizer: Any,
+        settings: SplitSettings,
+        *,
+        data_batch_size_per_gpu: int = 8,
+        seed: int = 42,
+        rank: int = 0,
+        world_size: int = 1,
+        test_share: float | None = None,
+        is_cached: bool = False,
+    ) -> None:
+        _check_ranks(rank, world_size)
+        _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise DataError(f"seed is {seed!r}; it must be a whole number.")
         self.name = "DatasetEnv"
-        self.objective = objective
+        self.settings = settings
+        self.objective = settings.objective
         self.tokenizer = tokenizer
-        self.response_column = response_column
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.response_column = settings.response_column
+        self.chat_template_kwargs = dict(settings.chat_template_kwargs)
         self.data_batch_size_per_gpu = data_batch_size_per_gpu
-        self.max_context_length = max_context_length
-        self.min_completion_length = min_completion_length
+        self.max_context_length = settings.policy.max_length
+        self.min_completion_length = settings.policy.min_response
         self.seed, self.rank, self.world_size = seed, rank, world_size
+        builder = SplitBuilder(tokenizer, settings)
         self._encoder = builder.encoder
+        self.chat_template: str | None = builder.template.source if builder.template else None
+        """Jinja text of the template in use where it is not the tokenizer's own; saved with the result."""
         if test_dataset is None and test_share is not None:
             self._train, self._test = builder.build_held_out(train_dataset, test_share, is_cached=is_cached)
         else:
@@ -134,6 +175,8 @@ class DatasetEnv:
         if reset_dataloaders:
             self._feed.rewind()
             self._test_feed.rewind()
+        if self.evaluation_mode and not len(self._test):
+            raise DataError("There are no held-out rows: the environment was made without a test split.")
         feed = self._test_feed if self.evaluation_mode else self._feed
         return feed.take(self.data_batch_size_per_gpu * self.world_size)
 
@@ -159,7 +202,7 @@ class DatasetEnv:
         """
         rows = self.data_batch_size_per_gpu * self.world_size if rows_per_batch is None else rows_per_batch
         feed, count = self._fresh_test_feed(), 0
-        while feed.epoch == 0 and (limit is None or count < limit):
+        while len(self._test) and feed.epoch == 0 and (limit is None or count < limit):
             yield feed.take(rows)
             count += 1
 
@@ -295,7 +338,7 @@ def _warn(report: Report) -> None:
     if report.cut:
         told.append(f"cut {report.cut}")
     if told:
-        warnings.warn(f"{report.split} split: of {report.rows_in} rows, {', '.join(told)}.", UserWarning, stacklevel=3)
+        warnings.warn(f"{report.split} split: of {report.rows_in} rows, {', '.join(told)}.", UserWarning, stacklevel=4)
 
 
 def _check_ranks(rank: Any, world_size: Any) -> None:

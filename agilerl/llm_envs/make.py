@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from agilerl.config.data import DataSection, SourceConfig
+from agilerl.data.chat import ChatSettings
+from agilerl.data.fit import LengthPolicy
+from agilerl.data.formats import FormatOptions
 from agilerl.data.sources import Sources, open_source
 from agilerl.errors import DataError
+from agilerl.llm_envs.build import SplitSettings
 from agilerl.llm_envs.dataset_env import DatasetEnv
 
-__all__ = ["make_env", "open_sources"]
+__all__ = ["make_env", "open_sources", "split_settings"]
 
 
 def make_env(
@@ -53,27 +57,29 @@ def make_env(
         raise DataError("data.train names no rows; give a file, folder, glob or Hub name.")
     train = open_sources(data.train, "train", seed=seed, limit=data.limit)
     test = open_sources(data.test, "test", seed=seed, limit=data.limit) if data.test else None
-    env = DatasetEnv(
+    env = DatasetEnv.from_settings(
         train,
         test,
         tokenizer,
-        objective=objective,
+        split_settings(data, objective, max_positions),
+        data_batch_size_per_gpu=data.data_batch_size_per_gpu,
         seed=seed,
         rank=rank,
         world_size=world_size,
+        test_share=data.test_share,
         is_cached=is_cached,
-        test_share=data.test_share if test is None else None,
-        **env_settings(data, max_positions),
     )
     if is_checked:
         env.check(allow=data.allow, stop_ids=stop_ids)
     return env
 
 
-def env_settings(data: DataSection, max_positions: int | None = None) -> dict[str, Any]:
-    """The keyword arguments of :class:`DatasetEnv` that a section stands for."""
-    from agilerl.data.formats import FormatOptions
+def split_settings(data: DataSection, objective: str, max_positions: int | None = None) -> SplitSettings:
+    """What a ``data`` section says about the way from rows to tokens.
 
+    Raises:
+        DataError: The rows may be longer than the model can see.
+    """
     limits = [limit for limit in (data.max_context_length, max_positions) if limit is not None]
     if data.max_context_length and max_positions and data.max_context_length > max_positions:
         raise DataError(
@@ -87,23 +93,20 @@ def env_settings(data: DataSection, max_positions: int | None = None) -> dict[st
         "text": data.text_column,
         **data.columns,
     }
-    if data.format == "preference":
+    if objective == "preference":
         columns |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
-    return {
-        "chat_template": None if is_plain else data.chat_template,
-        "chat_template_kwargs": data.chat_template_kwargs,
-        "data_batch_size_per_gpu": data.data_batch_size_per_gpu,
-        "max_context_length": min(limits, default=None),
-        "min_completion_length": data.min_completion_length,
-        "data_format": data.format,
-        "columns": {part: column for part, column in columns.items() if column},
-        "on_long": data.too_long,
-        "bad_rows": data.bad_rows,
-        "control_tokens": data.control_tokens,
-        "train_on": data.train_on,
-        "train_roles": data.train_roles,
-        "options": FormatOptions(render="plain" if is_plain else data.render, system=data.system, roles=data.roles),
-    }
+    return SplitSettings(
+        objective=objective,
+        policy=LengthPolicy(min(limits, default=None), data.min_completion_length, data.too_long),
+        data_format=data.format,
+        columns={part: column for part, column in columns.items() if column},
+        options=FormatOptions(render="plain" if is_plain else data.render, system=data.system, roles=data.roles),
+        bad_rows=data.bad_rows,
+        control_tokens=data.control_tokens,
+        chat_template=None if is_plain else data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        chat=ChatSettings(data.train_on, tuple(data.train_roles)),
+    )
 
 
 def open_sources(named: Sequence[SourceConfig], split: str, *, seed: int, limit: int | None = None) -> Sources:
