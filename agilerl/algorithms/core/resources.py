@@ -14,6 +14,7 @@ from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.checkpoint import base_fingerprint
 from agilerl.distributed import Runtime
 from agilerl.errors import ConfigError
+from agilerl.models import moe
 from agilerl.models.accelerate import accelerate
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, resolve_name
@@ -112,6 +113,12 @@ def build_actor(
     if not isinstance(model, PeftModel) and (needing := settings.needing_adapter()):
         raise ConfigError(f"{', '.join(needing)} needs a lora_config: without one the whole network is trained.")
     accelerate(model)
+    num_experts = moe.install(model, recompute=settings.moe_lora_recompute)
+    if settings.moe_lora_recompute is not None and not num_experts:
+        raise ConfigError(
+            "moe_lora_recompute needs LoRA on routed experts that are packed into one parameter: name them in "
+            "lora_config.target_parameters, such as 'experts.gate_up_proj' and 'experts.down_proj'."
+        )
     return model, base
 
 
