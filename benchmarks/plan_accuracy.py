@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 CASES: list[dict] = [
-    {"lora": True, "checkpointing": True, "rows": 4, "length": 256},
-    {"lora": True, "checkpointing": False, "rows": 4, "length": 256},
-    {"lora": True, "checkpointing": False, "rows": 2, "length": 1024},
-    {"lora": False, "checkpointing": True, "rows": 4, "length": 256},
-    {"lora": False, "checkpointing": False, "rows": 2, "length": 256},
-    {"lora": True, "checkpointing": True, "rows": 8, "length": 1024},
-    {"lora": True, "checkpointing": True, "rows": 4, "length": 256, "dtype": "bfloat16"},
+    {"lora": True, "checkpointing": True, "rows": 4, "length": 128},
+    {"lora": True, "checkpointing": False, "rows": 4, "length": 128},
+    {"lora": True, "checkpointing": False, "rows": 2, "length": 512},
+    {"lora": False, "checkpointing": True, "rows": 4, "length": 128},
+    {"lora": False, "checkpointing": False, "rows": 2, "length": 128},
+    {"lora": True, "checkpointing": True, "rows": 4, "length": 512},
+    {"lora": True, "checkpointing": True, "rows": 2, "length": 64, "dtype": "bfloat16"},
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from agilerl.distributed.checkpointing import blocks_of
 from agilerl.distributed.config import FSDPConfig
 from agilerl.distributed.skeleton import parameters_on_meta
 
-__all__ = ["Plan", "Workload", "count", "estimate", "plan_of"]
+__all__ = ["Plan", "Workload", "count", "estimate", "hollow_model", "plan_of"]
 
 TILE_LOGITS = 2**24
 """Logits that the loss holds at a time are about this many, and at least one row of them."""
@@ -120,16 +120,8 @@ def estimate(
         world_size: Number of ranks.
         device: ``"cpu"`` or ``"cuda"``.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder)
-    with parameters_on_meta():
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()  # type: ignore[operator]
-    if lora_config is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    model = hollow_model(folder, lora_config)
+    config: Any = model.config
     return plan_of(
         count(model),
         config.get_text_config(),
@@ -140,6 +132,21 @@ def estimate(
         world_size=world_size,
         device=device,
     )
+
+
+def hollow_model(folder: str | Path, lora_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model in ``folder`` with its adapters, but without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with parameters_on_meta():
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    if lora_config is None:
+        return model
+    from peft import get_peft_model
+
+    return get_peft_model(model, copy.deepcopy(lora_config), low_cpu_mem_usage=True)
 
 
 def count(model: nn.Module) -> Counts:
@@ -177,54 +184,85 @@ def plan_of(
 ) -> Plan:
     """Plan from counts and a text model's configuration; see :func:`estimate`."""
     base = getattr(torch, dtype).itemsize
-    compute = base if fsdp is None else getattr(torch, fsdp.param_dtype).itemsize
+    layout = _Layout.of(fsdp, world_size, base)
     is_full = counts.frozen == 0
-    tp = 1 if fsdp is None else fsdp.tp
-    shards = 1
+    parts = _state_bytes(counts, layout, base, is_full)
     if fsdp is not None:
-        shards = fsdp.shard_group_size or max(1, world_size // tp)
-    split = shards * tp
-    master = max(base, 4)
-    stored = base if fsdp is None else master if is_full else base
-    parts = {
-        "weights": (counts.frozen * base + counts.trained * (stored if is_full else master)) // split,
-        "gradients": counts.trained * (base if is_full and fsdp is None else master) // split,
-        "optimizer": 2 * counts.trained * master // split,
-    }
-    if is_full and base < 4 and fsdp is None:
-        parts["masters"] = counts.trained * 4
-    if fsdp is not None:
-        per_block = (counts.frozen + counts.trained - counts.outside) // max(1, counts.blocks)
-        ahead = fsdp.wrap_every_n_blocks * (1 + max(fsdp.prefetch_units, fsdp.backward_prefetch_units))
-        open_blocks = counts.blocks if not fsdp.reshard_after_forward else min(counts.blocks, ahead)
-        parts["gathered"] = (counts.outside + open_blocks * per_block // tp) * compute
-        if fsdp.defer_grad_sync and is_full:
-            parts["unreduced gradients"] = counts.trained * compute // tp
-    width = _block_bytes(config, counts, compute) // tp
-    boundary = config.hidden_size * compute
-    every = 1 if fsdp is None else fsdp.checkpoint_every_n_blocks
-    if gradient_checkpointing:
-        kept = -(-counts.blocks // every)
-        parts["activations"] = workload.tokens * (kept * boundary + (counts.blocks - kept + 1) * width)
-    else:
-        parts["activations"] = workload.tokens * counts.blocks * width
-    parts["loss"] = _loss_bytes(config, workload, compute, trains_head=is_full)
-    if is_full:
-        parts["optimizer scratch"] = 3 * _largest(config) * master // split
-    parts["allocator"] = int(ALLOCATOR_SHARE * (parts["activations"] + parts["loss"]))
-    if fsdp is not None:
-        home = "host" if fsdp.cpu_offload and device != "cpu" else None
-        if home:
-            for name in ("weights", "gradients", "optimizer"):
-                parts.pop(name, None)
-        elif fsdp.offloads_optimizer and device != "cpu":
+        parts |= _open_bytes(counts, layout, fsdp, is_full)
+    parts |= _passing_bytes(counts, config, workload, layout, gradient_checkpointing, is_full)
+    if fsdp is not None and device != "cpu":
+        for name in ("weights", "gradients", "optimizer") if fsdp.cpu_offload else ():
+            parts.pop(name)
+        if fsdp.offloads_optimizer:
             parts.pop("optimizer", None)
     total = counts.frozen + counts.trained
-    load = total * base if fsdp is None else total * base // split + counts.outside * base // shards
-    forward = 2 * total * (workload.step_tokens or workload.tokens)
+    load = total * base if fsdp is None else (total * base + counts.outside * base) // layout.shards
+    forward = 2.0 * total * (workload.step_tokens or workload.tokens)
     backward = forward * (2 if is_full else 1) + (forward if gradient_checkpointing else 0)
-    plan = Plan(parts, load, float(forward + backward) / tp)
-    return Plan(parts, load, plan.step_flops, _advice(plan, is_full, gradient_checkpointing, fsdp, world_size))
+    plan = Plan(parts, load, (forward + backward) / layout.tp)
+    return replace(plan, advice=_advice(plan, is_full, gradient_checkpointing, fsdp, world_size))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Numbers that follow from the sharding: ranks that share a tensor, and bytes per value in computation."""
+
+    shards: int
+    tp: int
+    compute: int
+    every: int
+    is_sharded: bool
+
+    @classmethod
+    def of(cls, fsdp: FSDPConfig | None, world_size: int, base: int) -> _Layout:
+        if fsdp is None:
+            return cls(1, 1, base, 1, False)
+        shards = fsdp.shard_group_size or max(1, world_size // fsdp.tp)
+        compute = getattr(torch, fsdp.param_dtype).itemsize
+        return cls(shards, fsdp.tp, compute, fsdp.checkpoint_every_n_blocks, True)
+
+
+def _state_bytes(counts: Counts, layout: _Layout, base: int, is_full: bool) -> dict[str, int]:
+    """What lives as long as the run: weights, gradients, moments."""
+    master = max(base, 4)
+    trained = base if is_full and not layout.is_sharded else master
+    split = layout.shards * layout.tp
+    parts = {
+        "weights": (counts.frozen * base + counts.trained * trained) // split,
+        "gradients": counts.trained * trained // split,
+        "optimizer": 2 * counts.trained * master // split,
+    }
+    if trained < master:
+        parts["masters"] = counts.trained * master
+    return parts
+
+
+def _open_bytes(counts: Counts, layout: _Layout, fsdp: FSDPConfig, is_full: bool) -> dict[str, int]:
+    """What is gathered at a time."""
+    per_block = (counts.frozen + counts.trained - counts.outside) // max(1, counts.blocks)
+    ahead = fsdp.wrap_every_n_blocks * (1 + max(fsdp.prefetch_units, fsdp.backward_prefetch_units))
+    open_blocks = min(counts.blocks, ahead) if fsdp.reshard_after_forward else counts.blocks
+    parts = {"gathered": (counts.outside + open_blocks * per_block // layout.tp) * layout.compute}
+    if fsdp.defer_grad_sync and is_full:
+        parts["unreduced gradients"] = counts.trained * layout.compute // layout.tp
+    return parts
+
+
+def _passing_bytes(
+    counts: Counts, config: Any, workload: Workload, layout: _Layout, gradient_checkpointing: bool, is_full: bool
+) -> dict[str, int]:
+    """What comes and goes within a step."""
+    width = _block_bytes(config, counts, layout.compute) // layout.tp
+    kept = -(-counts.blocks // layout.every) if gradient_checkpointing else 0
+    whole = counts.blocks - kept + (1 if kept else 0)
+    parts = {
+        "activations": workload.tokens * (kept * config.hidden_size * layout.compute + whole * width),
+        "loss": _loss_bytes(config, workload, layout.compute, trains_head=is_full),
+    }
+    if is_full:
+        parts["optimizer scratch"] = 3 * _largest(config) * 4 // (layout.shards * layout.tp)
+    parts["allocator"] = int(ALLOCATOR_SHARE * (parts["activations"] + parts["loss"]))
+    return parts
 
 
 def _block_bytes(config: Any, counts: Counts, size: int) -> int:

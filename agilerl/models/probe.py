@@ -34,7 +34,7 @@ _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
-def default_token_budget(model: nn.Module) -> int:
+def default_token_budget(model: nn.Module, *, on_gpu: bool | None = None) -> int:
     """Cells of a micro-batch that keep the activations of a training step small: a function of the model alone.
 
     Free memory is never looked at, so that the same run is planned the same way everywhere. Larger micro-batches than
@@ -43,7 +43,7 @@ def default_token_budget(model: nn.Module) -> int:
     config = text_model(model).config.get_text_config()
     hidden = int(getattr(config, "hidden_size", 1024))
     layers = int(getattr(config, "num_hidden_layers", 24))
-    on_gpu = next(model.parameters()).device.type == "cuda"
+    on_gpu = next(model.parameters()).device.type == "cuda" if on_gpu is None else on_gpu
     # About 16 stored values per token, layer and hidden unit, in bytes of the common 2-4 byte dtypes.
     per_token = 16 * 3 * hidden * max(layers, 1)
     budget = (8 if on_gpu else 1) * 2**30 // per_token

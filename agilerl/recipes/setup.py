@@ -29,7 +29,9 @@ __all__ = [
     "build_env",
     "bundled",
     "evolution_of",
+    "fsdp_config",
     "load_tokenizer_for",
+    "lora_config",
     "model_limits",
     "total_rows",
 ]
@@ -107,9 +109,9 @@ def build_agents(
     shared: dict[str, Any] = {
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         "pad_token": tokenizer.pad_token or tokenizer.eos_token,
-        "lora_config": _lora_config(config.lora) if network is None else None,
+        "lora_config": lora_config(config.lora) if network is None else None,
         "lora_target_scope": config.lora.target_scope,
-        "fsdp_config": _fsdp_config(config),
+        "fsdp_config": fsdp_config(config),
         "seed": config.training.seed,
         "tokenizer": tokenizer,
         "cosine_lr_schedule_config": _schedule(config, section, env),
@@ -178,7 +180,8 @@ def _network(model: ModelSection, device: str) -> Any:
     return load_adapter(base, model.adapter, is_trainable=True)
 
 
-def _lora_config(section: LoraSection) -> Any:
+def lora_config(section: LoraSection) -> Any:
+    """PEFT's settings for a section; None trains every weight."""
     if not section.enabled:
         return None
     from peft import LoraConfig
@@ -196,7 +199,8 @@ def _lora_config(section: LoraSection) -> Any:
     )
 
 
-def _fsdp_config(config: RunConfig) -> FSDPConfig | None:
+def fsdp_config(config: RunConfig) -> FSDPConfig | None:
+    """How a run is sharded; None where it is not."""
     if not config.fsdp.enabled:
         return None
     return FSDPConfig(**config.fsdp.model_dump(exclude={"enabled"}))
