@@ -4,6 +4,7 @@ from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, load_tokenizer
 from agilerl.models.head import Head, final_hidden_states, find_head, unwrap
 from agilerl.models.lora import adopt_adapter, attach_lora, config_differences, describe_adapters
+from agilerl.models.merge import Merged, merge_adapter
 from agilerl.models.quantization import build_bnb_quantization_config
 from agilerl.models.share import share_base
 from agilerl.models.targets import adapt_lora_config_for_model
@@ -11,6 +12,7 @@ from agilerl.models.targets import adapt_lora_config_for_model
 __all__ = [
     "Adapters",
     "Head",
+    "Merged",
     "adapt_lora_config_for_model",
     "adopt_adapter",
     "attach_lora",
@@ -21,6 +23,7 @@ __all__ = [
     "find_head",
     "load_base_model",
     "load_tokenizer",
+    "merge_adapter",
     "share_base",
     "unwrap",
 ]

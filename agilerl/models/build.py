@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agilerl.errors import ModelError
 from agilerl.models import presets
+from agilerl.models.hub import hub_arguments
 from agilerl.models.quantization import keep_head_unquantized, protect_quantized_layers, require_bitsandbytes
 
 if TYPE_CHECKING:
     import torch
+
+_FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError)
+"""What transformers raises for names, files and arguments that it cannot use."""
 
 __all__ = ["load_base_model", "load_tokenizer", "resolve_name"]
 
@@ -45,10 +51,15 @@ def load_base_model(
     if quantization_config is not None:
         require_bitsandbytes()
         kwargs["quantization_config"] = keep_head_unquantized(quantization_config, ["lm_head"])
+    if not Path(path).is_dir():
+        kwargs = {**(where := hub_arguments()), "adapter_kwargs": where, **kwargs}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    except _FAILURES as error:
         raise ModelError(_loading_problem("model", name, path, error)) from None
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(f"{name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}.")
     protect_quantized_layers(model)
     return model
 
@@ -60,9 +71,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ModelError: There is none.
     """
     path = resolve_name(name)
+    kwargs = {} if Path(path).is_dir() else hub_arguments()
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **kwargs)
+    except _FAILURES as error:
         raise ModelError(_loading_problem("tokenizer", name, path, error)) from None
 
 
@@ -80,25 +92,44 @@ def resolve_name(name: str) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
+    if "/" not in name and (near := _near_preset(name, 0.8)):
+        raise ModelError(f"There is no model called {name!r}; did you mean the preset {near!r}?")
     if folder.is_absolute() or name.startswith((".", "~")) or folder.is_file():
         what = "is a file, not a folder" if folder.is_file() else "does not exist"
         raise ModelError(f"The model folder {name} {what}.")
     return name
 
 
+def _near_preset(name: str, cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(name.lower(), presets.preset_names(), n=1, cutoff=cutoff)), None)
+
+
 def _loading_problem(kind: str, name: str, path: str, error: Exception) -> str:
     """One sentence instead of the three layers that failed."""
+    if "trust_remote_code" in str(error):
+        return (
+            f"{name} comes with code of its own, which is run only on request: if you trust it, set "
+            "model_config={'trust_remote_code': True}."
+        )
     if Path(path).is_dir():
-        found = ", ".join(sorted(item.name for item in Path(path).iterdir())[:12]) or "nothing"
-        if kind == "model" and not (Path(path) / "config.json").exists():
-            return f"The folder {name} holds no model: there is no config.json in it (found: {found})."
-        return f"The {kind} in {name} cannot be loaded ({_first_line(error)}); found there: {found}."
-    if near := difflib.get_close_matches(name.lower(), presets.preset_names(), n=1, cutoff=0.6):
-        return f"There is no {kind} called {name!r}; did you mean the preset {near[0]!r}?"
+        return _folder_problem(kind, name, Path(path), error)
+    if near := _near_preset(name, 0.6):
+        return f"There is no {kind} called {name!r}; did you mean the preset {near!r}?"
     return (
         f"The {kind} {name!r} is neither a preset, a folder here nor reachable on the Hub ({_first_line(error)}); "
         "check the spelling, the network or the access rights."
     )
+
+
+def _folder_problem(kind: str, name: str, folder: Path, error: Exception) -> str:
+    found = ", ".join(sorted(item.name for item in folder.iterdir())[:12]) or "nothing"
+    adapter = folder / "adapter_config.json"
+    if kind == "model" and not (folder / "config.json").exists():
+        if adapter.exists():
+            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+            return f"The folder {name} holds an adapter of {base!r}, not a whole model; load that base and put it on."
+        return f"The folder {name} holds no model: there is no config.json in it (found: {found})."
+    return f"The {kind} in {name} cannot be loaded ({_first_line(error)}); found there: {found}."
 
 
 def _first_line(error: Exception) -> str:

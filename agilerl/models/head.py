@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from agilerl.errors import ModelError
 
-__all__ = ["Head", "final_hidden_states", "find_head", "unwrap"]
+__all__ = ["Head", "final_hidden_states", "find_head", "probing", "unwrap"]
 
 _SCALE_FIELDS = (
     "logit_scale",
@@ -109,7 +109,7 @@ def find_head(model: nn.Module) -> Head:
     vocab = _text_config(base).vocab_size
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0) * 7 % min(vocab, 997)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with _probing(base):
+    with probing(base):
         scale, softcap = _find_map(base, module, inputs)
         head = Head(module, scale, softcap)
         setattr(base, _ROUTE, _find_route(base, head, inputs))
@@ -121,7 +121,7 @@ def _text_config(base: PreTrainedModel) -> Any:
 
 
 @contextmanager
-def _probing(base: nn.Module) -> Iterator[None]:
+def probing(base: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; every module's own mode comes back afterwards."""
     modes = [(module, module.training) for module in base.modules()]
     try:

@@ -18,7 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from agilerl.errors import ModelError
+from agilerl.errors import ConfigError, ModelError
 from agilerl.models.head import unwrap
 from agilerl.models.quantization import protect_quantized_layers
 from agilerl.models.targets import adapt_lora_config_for_model, check_targets, leaf_names
@@ -81,6 +81,7 @@ def attach_lora(
     if untie_for(model, config):
         _LOG.info("The head was tied to the input embedding; it got its own weight, so that the adapter can be merged.")
     config.inference_mode = False
+    _check_initialisation(config)
     with _own_seed(seed), _quiet():
         peft_model = _wrap(model, config, name)
     _check_trainable(peft_model)
@@ -91,17 +92,34 @@ def attach_lora(
 def _wrap(model: PreTrainedModel, config: LoraConfig, name: str) -> PeftModel:
     try:
         return get_peft_model(model, config, adapter_name=name)  # type: ignore[return-value]
-    except ValueError as error:  # every target exists, so it is one of the narrowing fields or their combination
+    except (
+        ValueError,
+        TypeError,
+    ) as error:  # every target exists, so it is one of the narrowing fields or their combination
         raise ModelError(f"PEFT cannot put this LoRA configuration on the model: {error}") from None
+
+
+def _check_initialisation(config: LoraConfig) -> None:
+    """Refuse starting values that a saved adapter cannot be rebuilt from."""
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.startswith("pissa_niter_"):
+        raise ConfigError(
+            f"init_lora_weights={start!r} draws at random, so the base weights that it changes cannot be rebuilt when the "
+            "adapter is loaded; use 'pissa'."
+        )
+    if start in ("loftq", "eva", "corda"):
+        raise ConfigError(
+            f"init_lora_weights={start!r} is computed from data or quantised weights beforehand; use 'pissa', 'olora', "
+            "'orthogonal', 'gaussian' or True."
+        )
 
 
 def describe_adapters(peft_model: PeftModel) -> str:
     """What is adapted, in a line: number and names of layers, the state of the head, trainable parameters."""
     layers = [name for name, module in peft_model.named_modules() if isinstance(module, LoraLayer)]
     head: Any = unwrap(peft_model).get_output_embeddings()
-    status = "adapted" if isinstance(head, LoraLayer) else "frozen"
-    if any(parameter.requires_grad for parameter in head.parameters()) and status == "frozen":
-        status = "trained in full"
+    is_trained = any(weight.requires_grad for weight in head.parameters())
+    status = "adapted" if isinstance(head, LoraLayer) else "trained in full" if is_trained else "frozen"
     count = sum(parameter.numel() for parameter in peft_model.parameters() if parameter.requires_grad)
     return f"{len(layers)} adapted layers ({leaf_names(layers)}), head {status}, {count:,} trainable parameters"
 
@@ -164,7 +182,7 @@ def _rename(peft_model: PeftModel, old: str, new: str) -> None:
 def config_differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
     """Fields in which two adapter configurations mean different things: field -> (value of ``a``, value of ``b``).
 
-    Dropout, exclude lists, initialisation, paths and inference mode are not compared.
+    Dropout, exclude lists, paths and inference mode are not compared; initialisation only where it changes the base.
     """
     left, right = _fields(a), _fields(b)
     names = sorted((left.keys() | right.keys()) - _IRRELEVANT)
@@ -173,6 +191,9 @@ def config_differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
 
 def _fields(config: Any) -> dict[str, Any]:
     values = dict(config) if isinstance(config, dict) else config.to_dict()
+    start = values.get("init_lora_weights")
+    # These move part of the base weights into the adapter, which then means something on that base only.
+    values["base_split_by"] = start if start in ("pissa", "olora") else None
     return {name: _canonical(value) for name, value in values.items()}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,21 +15,30 @@ __all__ = ["has_tied_head", "untie_for", "untie_head"]
 
 def has_tied_head(model: PreTrainedModel) -> bool:
     """Whether the head reads the weight of the input embedding."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = _plain(model.get_output_embeddings()), _plain(model.get_input_embeddings())
     weight = getattr(head, "weight", None)
     return weight is not None and weight is getattr(embedding, "weight", None)
 
 
 def untie_head(model: PreTrainedModel) -> None:
     """Give the head its own copy of the weight, and say so in the model's configuration."""
-    head: Any = model.get_output_embeddings()
+    head = _plain(model.get_output_embeddings())
     weight = head.weight
     head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     # What from_pretrained and save_pretrained go by, next to the configuration.
     path = next(name for name, module in model.named_modules() if module is head)
+    for part in ("base_layer", "original_module"):
+        path = path.removesuffix(f".{part}")
     model.all_tied_weights_keys.pop(f"{path}.weight", None)
+
+
+def _plain(module: Any) -> Any:
+    """The layer under PEFT's wrappers."""
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        module = module.original_module
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def untie_for(model: PreTrainedModel, config: Any) -> bool:
