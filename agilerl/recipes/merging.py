@@ -1,0 +1,66 @@
+"""An adapter checkpoint -> an ordinary model folder, written aside and renamed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from agilerl.errors import ModelError, OutputError
+from agilerl.models.merge import merge_adapter
+from agilerl.recipes.open import open_model
+
+__all__ = ["merge_checkpoint"]
+
+
+def merge_checkpoint(
+    checkpoint: str,
+    output: str | Path,
+    *,
+    base: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[Path, float]:
+    """Merge and save with the tokenizer and chat template.
+
+    Returns:
+        The folder, and how far the merged model's logits lie from the adapter's, relative to the largest.
+
+    Raises:
+        ModelError: There is no adapter to merge.
+        OutputError: The folder is in use or cannot be written.
+    """
+    folder = Path(output).expanduser()
+    _check_free(folder, overwrite)
+    opened = open_model(checkpoint, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    if opened.kind != "adapter":
+        raise ModelError(f"{checkpoint} holds no adapter; it is an ordinary model already.")
+    merged = merge_adapter(opened.model)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written ({error.strerror or error}).") from None
+    try:
+        merged.model.save_pretrained(aside)
+        opened.tokenizer.save_pretrained(aside)
+        aside.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written ({error.strerror or error}).") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder, merged.error
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
+    """Refuse what must not be replaced: a file, or a folder that is not a model that was saved there."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    is_model = folder.is_dir() and (folder / "config.json").is_file() and not (folder / "attributes.pt").exists()
+    if not (overwrite and is_model):
+        hint = "use --overwrite to replace the model there" if is_model else "give another folder"
+        raise OutputError(f"{folder} exists already; {hint}.")
