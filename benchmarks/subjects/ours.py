@@ -1,0 +1,64 @@
+"""This package, through `SFT.learn`, as a user calls it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agilerl.algorithms.sft import SFT
+from benchmarks.subjects.job import finish, read_job
+
+
+def main() -> None:
+    job = read_job()
+    torch.set_num_threads(job.threads)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
+    lora = LoraConfig(
+        r=job.rank, lora_alpha=job.alpha, lora_dropout=job.dropout, target_modules=list(job.targets), bias="none"
+    )
+    agent = SFT(
+        actor_network=model,
+        pad_token_id=tokenizer.eos_token_id,
+        pad_token=tokenizer.eos_token,
+        lora_config=lora,
+        batch_size=job.batch_size,
+        micro_batch_size_per_gpu=job.micro_batch_size,
+        lr=job.lr,
+        max_grad_norm=job.max_grad_norm,
+        gradient_checkpointing=job.checkpointing,
+        use_liger_loss=False,
+    )
+    phases: dict[str, float] = {}
+
+    def step(rows: list[dict[str, str]]) -> float:
+        encoded = [job.encode(tokenizer, row) for row in rows]
+        width = max(len(prompt) + len(response) for prompt, response in encoded)
+        ids = torch.full((len(rows), width), tokenizer.eos_token_id)
+        mask = torch.zeros_like(ids)
+        for i, (prompt, response) in enumerate(encoded):
+            length = len(prompt) + len(response)
+            ids[i, :length], mask[i, :length] = torch.tensor(prompt + response), 1
+        batch = {
+            "prompt": [row["prompt"] for row in rows],
+            "response": [row["response"] for row in rows],
+            "prompt_lengths": [len(prompt) for prompt, _ in encoded],
+            "input_ids": ids,
+            "attention_mask": mask,
+        }
+        metrics = agent.learn(batch)
+        phases.clear()
+        phases.update({k: v for k, v in metrics.items() if k.startswith("learn_phase_")})
+        return metrics["loss"]
+
+    finish(job, tokenizer, step, phases=phases)
+
+
+if __name__ == "__main__":
+    main()
