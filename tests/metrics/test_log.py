@@ -41,10 +41,9 @@ def test_values_become_plain():
 def test_a_failing_sink_warns_once_and_the_others_go_on():
     memory = Memory()
     log = MetricsLog([Broken(), memory])
-    with pytest.warns(RuntimeWarning, match=r"Broken failed and is switched off \(no route to host\)") as caught:
+    with pytest.warns(RuntimeWarning, match=r"Broken failed and is switched off \(no route to host\)"):
         log.log({"kind": "train", "rows": 1})
-        log.log({"kind": "train", "rows": 2})
-    assert len(caught) == 1
+    log.log({"kind": "train", "rows": 2})  # a second warning would be an error here
     assert [record["rows"] for record in memory.records] == [1, 2]
 
 
