@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from agilerl.distributed.failure import explain
 from agilerl.distributed.group import ensure_group, local_device
-from agilerl.errors import DistributedError
+from agilerl.errors import AgileRLError, DistributedError
 
 __all__ = ["Collectives", "told"]
 
@@ -21,10 +21,17 @@ def told() -> Iterator[None]:
     """Around collectives: one that breaks because a rank is gone becomes a sentence about that rank."""
     try:
         yield
-    except DistributedError:
-        raise
     except RuntimeError as problem:
+        if isinstance(problem, AgileRLError) or not _is_about_the_group(problem):
+            raise
         raise DistributedError(explain(problem)) from problem
+
+
+def _is_about_the_group(problem: RuntimeError) -> bool:
+    """Broken collectives have a class of their own with nccl, but not always with gloo."""
+    words = str(problem).lower()
+    marks = ("gloo", "nccl", "connection closed", "connection reset", "process group", "c10d", "socket")
+    return isinstance(problem, dist.DistError) or any(mark in words for mark in marks)
 
 
 class Collectives:

@@ -22,7 +22,7 @@ from agilerl.distributed.dense import all_reduce_gradients, synchronise
 from agilerl.distributed.meshes import make_meshes
 from agilerl.distributed.optimizer import keep_state_on_host, separate_kinds
 from agilerl.distributed.shards import local, local_box, mesh_names, place, replicas, whole_on_cpu
-from agilerl.distributed.tensor_parallel import split_blocks
+from agilerl.distributed.tensor_parallel import PARTIAL, mark_partial_gradients, split_blocks
 from agilerl.distributed.units import close_units, expect_outer_gradients, open_units, shard_units, sync_gradients
 from agilerl.errors import ConfigError, UnsupportedError
 
@@ -122,6 +122,8 @@ class FSDPRuntime(Collectives):
             if read is not None:
                 home = torch.device("cpu") if config.cpu_offload else self.device
                 skeleton.fill(model, read, home)
+            if self._meshes.tp is not None:
+                mark_partial_gradients(model)
         self._hollow[model] = (hollow, gradient_checkpointing)
         return model
 
@@ -176,11 +178,16 @@ class FSDPRuntime(Collectives):
             yield
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients that FSDP2 does not: those of parameters kept whole."""
-        if self.dp_size > 1:
-            whole = [p for p in parameters if "shard" not in mesh_names(p)]
-            with told():
+        """Sum the gradients that FSDP2 does not: of parameters kept whole, and of norms within split attention."""
+        parameters = list(parameters)
+        with told():
+            if self.dp_size > 1:
+                whole = [p for p in parameters if "shard" not in mesh_names(p)]
                 all_reduce_gradients(whole, self.dp_group, self._wire)
+            if self._meshes.tp is not None:
+                for parameter in parameters:
+                    if hasattr(parameter, PARTIAL) and parameter.grad is not None:
+                        dist.all_reduce(local(parameter.grad), group=self._meshes.tp.get_group())
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """2-norm over all gradients of the whole model, accumulated in float64."""

@@ -16,11 +16,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from agilerl.distributed.checkpointing import blocks_of
 from agilerl.errors import ConfigError, UnsupportedError
 
-__all__ = ["FAMILIES", "split_blocks"]
+__all__ = ["FAMILIES", "PARTIAL", "mark_partial_gradients", "split_blocks"]
+
+PARTIAL = "_agilerl_partial_over_split"
 
 FAMILIES = ("gemma", "gemma2", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROW = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def mark_partial_gradients(model: nn.Module) -> None:
+    """Mark whole parameters that act on a rank's own heads only: their gradients are summed over the split too."""
+    for name, parameter in model.named_parameters():
+        if name.split(".")[-2] in ("q_norm", "k_norm"):
+            setattr(parameter, PARTIAL, True)
 
 
 def split_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
