@@ -165,6 +165,7 @@ class DPO(LLMAlgorithm):
         Returns:
             Means over pairs: ``loss``, ``preference_loss``, ``chosen_reward`` and ``rejected_reward`` (beta times the
             log-ratio to the reference), ``reward_margin``, ``accuracy`` (share of pairs with a positive margin),
+            ``preferred`` (share of pairs whose chosen answer is the likelier one under the policy),
             ``chosen_logp``, ``rejected_logp``; over tokens: ``nll`` of the chosen answers, ``kl`` (log-ratio to the
             reference per answer token; an estimate on the data's answers that can be negative); ``tokens``,
             ``real_tokens``, ``padding_share``; when training ``grad_norm`` and seconds by phase.
@@ -188,6 +189,15 @@ class DPO(LLMAlgorithm):
         sums = self._evaluate_env(env, loop)
         ratio = sums.mean("chosen_ratio", "pairs") - sums.mean("rejected_ratio", "pairs")
         return self._append_fitness(self._settings.beta * ratio)
+
+    def evaluate(self, env: Any, loop: int | None = None) -> dict[str, float]:
+        """The numbers of `learn` over the test split, without training; ``fitness`` does not grow.
+
+        Args:
+            env: Environment with ``objective="preference"``.
+            loop: Batches to read, from the start of the split; None reads all of it.
+        """
+        return self._metrics(self._evaluate_env(env, loop))
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
         """Create an independent copy; the frozen reference and what was computed under it are shared."""
@@ -289,6 +299,7 @@ class DPO(LLMAlgorithm):
             "rejected_reward": rejected,
             "reward_margin": chosen - rejected,
             "accuracy": pairs("accuracy"),
+            "preferred": pairs("preferred"),
             "chosen_logp": pairs("chosen_logp"),
             "rejected_logp": pairs("rejected_logp"),
             "nll": nll,

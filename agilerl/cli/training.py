@@ -26,7 +26,7 @@ def train(kind: str, description: Description) -> int:
 
 
 def _recipe(kind: str) -> Recipe:
-    """The recipe called ``kind``; only its algorithm is imported."""
+    from agilerl.recipes.dpo import DPO_RECIPE
     from agilerl.recipes.sft import SFT_RECIPE
 
-    return {"sft": SFT_RECIPE}[kind]
+    return {"sft": SFT_RECIPE, "dpo": DPO_RECIPE}[kind]

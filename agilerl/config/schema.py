@@ -153,7 +153,15 @@ class DPOSection(_TrainerSection):
     nll_alpha: float = Field(default=1.0, ge=0)
     """Weight of the chosen answer's own loss."""
     use_separate_reference_adapter: bool = True
-    """Keep the reference as an adapter of its own."""
+    """Keep the reference as an adapter of its own: the policy that training starts from."""
+    loss_type: Literal["sigmoid", "ipo", "hinge", "sigmoid_norm", "simpo"] = "sigmoid"
+    """Loss on a pair; `docs/dpo.md` gives each with its paper."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of labels taken to be wrong (sigmoid losses)."""
+    simpo_margin: float = Field(default=0.5, ge=0)
+    """Target margin of the `simpo` loss."""
+    share_prompt: bool = True
+    """Compute the prompt of a pair once for both answers where the model allows; the result is the same."""
 
 
 class TrainingSection(Section):
@@ -220,6 +228,8 @@ class CheckpointSection(Section):
     """Save adapters only; `false`: all weights in one file."""
     background: bool = True
     """Write while training goes on."""
+    on_error: Literal["raise", "warn"] = "raise"
+    """When a save fails, for instance on a full disk: stop, or warn and train on."""
 
 
 class LogSection(Section):

@@ -17,7 +17,7 @@ __all__ = ["CONFIG_FILE", "Description", "describe", "find_config"]
 CONFIG_FILE = "run.yaml"
 """The effective settings of a run, beside its checkpoint."""
 
-_DEMO = "demo.yaml"
+_DEMOS = {"sft": "demo.yaml", "dpo": "demo_dpo.yaml"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def describe(
         return _resumed(Path(resume).expanduser(), path, overrides, given, prefer)
     loaded = load_config(path, overrides, options=given, prefer=prefer)
     if path is None and loaded.config.data.train is None:
-        demo = files("agilerl").joinpath("assets", _DEMO)
+        demo = files("agilerl").joinpath("assets", _DEMOS[prefer])
         base = parse(demo.read_text(encoding="utf-8")).value
         loaded = load_config(None, overrides, options=given, base=base, base_name="demonstration", prefer=prefer)
     return Description(loaded)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from agilerl.config.schema import EvaluationSection
 from agilerl.data.collate import samples_of
 from agilerl.recipes.generation import generate_greedy, stop_ids
 
-__all__ = ["Answer", "Evaluation", "Question", "evaluate", "questions_of"]
+__all__ = ["Answer", "Evaluation", "Question", "answers_of", "evaluate", "questions_from", "questions_of"]
+
+
+_ROLES = frozenset({"", "system", "user", "assistant", "model", "human", "tool"})
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,6 @@ class Question:
 
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
-    title: str
-    """The prompt as a person wrote it."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +84,33 @@ def evaluate(
     if not section.exact_match:
         return Evaluation(loss)
     questions = questions_of(env, section.limit)
-    answers = answer(agent.actor, env.tokenizer, questions, section, progress)
+    return Evaluation(loss, *answers_of(agent, env.tokenizer, questions, section, progress))
+
+
+def answers_of(
+    agent: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    section: EvaluationSection,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[float | None, int, list[Answer]]:
+    """Exact match over all ranks' questions (None without any), how many were answered, and this rank's answers."""
+    answers = answer(agent.actor, tokenizer, questions, section, progress)
     exact, count = agent.runtime.sum([float(sum(one.is_exact for one in answers)), float(len(answers))])
-    return Evaluation(loss, exact / count if count else None, int(count), answers)
+    return exact / count if count else None, int(count), answers
 
 
 def questions_of(env: Any, limit: int | None = None) -> list[Question]:
     """This rank's share of the first ``limit`` held-out rows, in their order."""
-    share = None if limit is None else math.ceil(limit / env.world_size)
-    questions: list[Question] = []
-    for batch in env.test_batches():
-        samples = samples_of(batch)
-        titles = batch.get("prompt") or [""] * len(samples)
-        for (ids, weights), title in zip(samples, titles, strict=True):
-            question = _question(ids.tolist(), weights.tolist(), str(title))
-            questions += [question] if question is not None else []
-        if share is not None and len(questions) >= share:
-            return questions[:share]
-    return questions
+    samples = (sample for batch in env.test_batches() for sample in samples_of(batch))
+    return questions_from(samples, limit, env.world_size)
+
+
+def questions_from(samples: Iterable[tuple[Any, Any]], limit: int | None, world_size: int) -> list[Question]:
+    """This rank's share of the first ``limit`` questions among unpadded rows of (ids, weights)."""
+    share = None if limit is None else math.ceil(limit / world_size)
+    found = (_question(ids.tolist(), weights.tolist()) for ids, weights in samples)
+    return list(islice((question for question in found if question is not None), share))
 
 
 def answer(
@@ -129,12 +140,33 @@ def answer(
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     return [
-        Answer(question.title or text(question.prompt), text(question.expected), text(ids))
+        Answer(words_asked(tokenizer, question.prompt), text(question.expected), text(ids))
         for question, ids in zip(questions, given, strict=True)
     ]
 
 
-def _question(ids: list[int], weights: list[float], title: str) -> Question | None:
+def words_asked(tokenizer: Any, prompt: Sequence[int]) -> str:
+    """The last words that a person put in, without the chat template around them."""
+    added = tokenizer.added_tokens_decoder
+    control = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
+    parts: list[list[int]] = [[]]
+    for token in prompt:
+        if token in control:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    texts = [str(tokenizer.decode(part)).strip() for part in parts if part]
+    spoken = [_without_role(text) for text in texts if text.lower() not in _ROLES]
+    spoken = [text for text in spoken if text]
+    return spoken[-1] if spoken else str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+
+
+def _without_role(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return rest.strip() if first.strip().lower() in _ROLES else text
+
+
+def _question(ids: list[int], weights: list[float]) -> Question | None:
     """Split a row before its last trained span; ``None`` if nothing stands before it."""
     trained = [place for place, weight in enumerate(weights) if weight]
     if not trained:
@@ -143,4 +175,4 @@ def _question(ids: list[int], weights: list[float], title: str) -> Question | No
     begin = end - 1
     while begin > 0 and weights[begin - 1]:
         begin -= 1
-    return Question(tuple(ids[:begin]), tuple(ids[begin:end]), title) if begin else None
+    return Question(tuple(ids[:begin]), tuple(ids[begin:end])) if begin else None

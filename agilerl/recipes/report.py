@@ -12,7 +12,7 @@ from rich.table import Table
 
 from agilerl.config import LoadedConfig
 from agilerl.recipes.describe import Description
-from agilerl.recipes.evaluation import Evaluation
+from agilerl.recipes.evaluation import Answer, Evaluation
 
 __all__ = ["Reporter"]
 
@@ -99,7 +99,11 @@ class Reporter:
             table.add_row("exact match", f"{before.exact_match:.1%}", f"{after.exact_match:.1%}")
         self.say()
         self.console.print(table)
-        for old, new in list(zip(before.answers, after.answers, strict=False))[:samples]:
+        self.answers(before.answers, after.answers, samples)
+
+    def answers(self, before: list[Answer], after: list[Answer], samples: int) -> None:
+        """Some answers side by side."""
+        for old, new in list(zip(before, after, strict=False))[:samples]:
             self.say()
             self.say(f"  asked   {_line(new.prompt)}")
             self.say(f"  wanted  {_line(new.expected)}")
@@ -107,8 +111,11 @@ class Reporter:
             self.say(f"  after   {_line(new.given)}{'' if new.is_exact else '   (differs)'}")
 
     def lineage(self, folder: Path) -> None:
-        """Where an evolution's history lies."""
-        self.say(f"Lineage: {folder / 'lineage.json'}")
+        """An evolution's history: who came from whom, with which change and which fitness."""
+        from agilerl.training.llm import lineage_table, read_lineage
+
+        self.say()
+        self.console.print(lineage_table(read_lineage(folder)))
 
     def next_command(self, folder: Path) -> None:
         """Where the result is and what to type now."""

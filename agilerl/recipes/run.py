@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,19 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agilerl.config import RunConfig
+from agilerl.config.yaml import dump
 from agilerl.distributed import get_rank
 from agilerl.metrics import Sink
 from agilerl.metrics.sinks import ConsoleSink, CSVSink, JSONLSink, TensorBoardSink, WandbSink
 from agilerl.recipes.describe import CONFIG_FILE, Description
 from agilerl.recipes.folder import prepare_output, write_aside
 from agilerl.recipes.report import Reporter
-from agilerl.recipes.setup import build_agents, build_env, evolution_of, load_tokenizer_for, total_rows
+from agilerl.recipes.setup import (
+    build_agents,
+    build_env,
+    evolution_of,
+    load_tokenizer_for,
+    starting_point,
+    total_rows,
+)
 from agilerl.training.llm import train_llm_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Recipe", "Result", "fine_tune"]
+__all__ = ["WINNER_FILE", "Recipe", "Result", "fine_tune"]
+
+WINNER_FILE = "winner.yaml"
+"""The run's description with the settings that evolution found, for a single agent."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
         AgileRLError: Something the user can put right; everything that can be checked is checked before training.
         Interrupted: Stopped by a signal; a checkpoint was saved if training had begun.
     """
-    config, resume = description.loaded.config, description.resume
+    config, resume = starting_point(description.loaded.config), description.resume
     report = reporter or Reporter(is_main=get_rank() == 0)
     folder = prepare_output(config.output.path, overwrite=config.output.overwrite, resume=resume is not None)
     report.opening(recipe.name, folder, description)
@@ -98,6 +110,7 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
             lora_only=config.checkpoint.lora_only,
             save_optimizer=config.checkpoint.save_optimizer,
             async_save=config.checkpoint.background,
+            on_save_error=config.checkpoint.on_error,
             sinks=sinks,
             **evolution_of(config, total, agents[0].batch_size),
         )
@@ -107,7 +120,7 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
         recipe.compare(report, before, after, config.evaluation.samples)
     searched = {name: getattr(population[best], name) for name in population[best].hp_config or ()}
     if searched:
-        _tell_winner(report, recipe.name, searched, folder)
+        _tell_winner(report, config, recipe.name, searched, folder)
     report.next_command(folder)
     for agent in population:
         agent.clean_up()
@@ -124,14 +137,20 @@ def _measure(recipe: Recipe, report: Reporter, label: str, agent: Any, env: Any,
     return result
 
 
-def _tell_winner(report: Reporter, section: str, searched: dict[str, Any], folder: Path) -> None:
-    """The settings that won, ready to be copied into a description."""
-    report.say()
-    report.say("Settings of the best member, as a description for the next run:")
-    report.say(f"{section}:")
-    for name, value in searched.items():
-        report.say(f"  {name}: {value:.6g}" if isinstance(value, float) else f"  {name}: {value}")
+def _tell_winner(report: Reporter, config: RunConfig, section: str, searched: dict[str, Any], folder: Path) -> None:
+    """The history of the search and the settings that won, as a description that is ready for the next run."""
     report.lineage(folder)
+    settings = config.to_dict()
+    settings[section] |= searched
+    settings["evolution"]["population_size"] = 1
+    settings["output"] = {key: value for key, value in settings["output"].items() if key != "path"}
+    report.say()
+    report.say("Settings of the best member:")
+    for name, value in searched.items():
+        report.say(f"  {section}.{name}: {value:.6g}" if isinstance(value, float) else f"  {section}.{name}: {value}")
+    if get_rank() == 0:
+        write_aside(folder / WINNER_FILE, dump(settings))
+        report.say(f"They are ready for the next run:  agilerl {section} {shlex.quote(str(folder / WINNER_FILE))}")
 
 
 @contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter, make_default_hp_config
+from agilerl.checkpoint import read_checkpoint
 from agilerl.config.data import DataSection, SourceConfig
 from agilerl.config.evolution import EvolutionSection
 from agilerl.config.schema import DPOSection, LoraSection, ModelSection, RunConfig, SFTSection
@@ -33,10 +35,42 @@ __all__ = [
     "load_tokenizer_for",
     "lora_config",
     "model_limits",
+    "starting_point",
     "total_rows",
 ]
 
+DEMO_FOLDER = "outputs/demo"
+"""Where the demonstration of `agilerl sft` leaves its model, which the one of `agilerl dpo` goes on from."""
+
 _INT_SETTINGS = frozenset({"batch_size", "micro_batch_size_per_gpu", "mini_batch_size", "update_epochs"})
+
+
+def starting_point(config: RunConfig) -> RunConfig:
+    """Where ``model.name`` is a checkpoint of ours: its base model with the adapter to go on from, or its whole model.
+
+    Raises:
+        ConfigError: The checkpoint has no base model that could be found by name, or an adapter was named beside it.
+    """
+    folder = Path(config.model.name).expanduser()
+    if not (folder / "attributes.pt").is_file():
+        if config.model.name == DEMO_FOLDER and not folder.exists():
+            raise ConfigError(f"There is no {DEMO_FOLDER} to go on from: run `agilerl sft` first, or give --model.")
+        return config
+    content = read_checkpoint(folder, need_optimizer=False)
+    if content.full_model is not None:
+        return _with_model(config, name=str(folder / "actor"))
+    if "actor" not in content.adapters:
+        raise ConfigError(f"{folder} holds its weights in one file, which no run can go on from: load it from Python.")
+    base = content.settings.get("model_name") or content.base.get("name_or_path")
+    if not base:
+        raise ConfigError(f"{folder} was trained on a model without a name: give model.name and model.adapter.")
+    if config.model.adapter is not None:
+        raise ConfigError(f"model.name {folder} brings an adapter already; leave model.adapter out.")
+    return _with_model(config, name=str(base), adapter=str(folder))
+
+
+def _with_model(config: RunConfig, **values: Any) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update=values)})
 
 
 def build_env(config: RunConfig, tokenizer: Any, *, objective: str, model: str | None = None) -> Any:
@@ -243,7 +277,9 @@ def load_tokenizer_for(model: ModelSection) -> Any:
     Raises:
         ConfigError: There is no end token.
     """
-    tokenizer = load_tokenizer(model.name)
+    beside = Path(model.adapter or "").expanduser()
+    is_saved = model.adapter is not None and (beside / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(str(beside) if is_saved else model.name)  # a chat template is saved with the adapter
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"The tokenizer of {model.name} has no end token, so answers could not end; set one and save it."

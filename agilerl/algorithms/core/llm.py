@@ -25,7 +25,13 @@ from agilerl.algorithms.core.settings import LLMSettings, finite, positive_int
 from agilerl.algorithms.core.spaces import action_dim, state_dim
 from agilerl.algorithms.core.state import random_stream
 from agilerl.algorithms.core.update import Objective, Sums, Updater
-from agilerl.checkpoint import CheckpointContent, LLMCheckpointSnapshot, read_checkpoint, write_checkpoint
+from agilerl.checkpoint import (
+    CheckpointContent,
+    LLMCheckpointSnapshot,
+    read_checkpoint,
+    tokenizer_difference,
+    write_checkpoint,
+)
 from agilerl.distributed import Runtime, activation_offload, make_runtime
 from agilerl.errors import CheckpointError, ConfigError, ModelError
 from agilerl.metrics import PhaseTimer
@@ -596,6 +602,10 @@ class LLMAlgorithm(EvolvableAlgorithm):
             CheckpointError: The checkpoint does not fit this agent; the message names the difference.
         """
         content = read_checkpoint(path, need_optimizer=load_optimizer)
+        if self.tokenizer is not None and content.tokenizer is not None:
+            different = tokenizer_difference(content.tokenizer, self.tokenizer)
+            if different is not None:
+                raise CheckpointError(f"{path} was trained with another tokenizer: {different}.")
         self._load_weights(content, overwrite_reference_adapter, overwrite_critic_adapter, path)
         if content.algorithm != self.algo:
             return

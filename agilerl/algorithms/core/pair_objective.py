@@ -168,6 +168,7 @@ class PairObjective:
                 "chosen_ratio": ratios[:, 0].sum(),
                 "rejected_ratio": ratios[:, 1].sum(),
                 "accuracy": (ratios[:, 0] > ratios[:, 1]).sum().to(policy.dtype),
+                "preferred": (policy[:, 0] > policy[:, 1]).sum().to(policy.dtype),
                 "chosen_logp": policy[:, 0].sum(),
                 "rejected_logp": policy[:, 1].sum(),
                 "kl": (policy - reference).sum() if compares else torch.zeros_like(nll),
