@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,9 +15,6 @@ from agilerl.errors import ModelError
 from agilerl.models import presets
 from agilerl.models.hub import hub_arguments
 from agilerl.models.quantization import keep_head_unquantized, protect_quantized_layers, require_bitsandbytes
-
-if TYPE_CHECKING:
-    import torch
 
 _FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError)
 """What transformers raises for names, files and arguments that it cannot use."""
@@ -48,15 +46,17 @@ def load_base_model(
     if "torch_dtype" in kwargs:
         kwargs["dtype"] = kwargs.pop("torch_dtype")
     kwargs.setdefault("dtype", "auto" if dtype is None else dtype)
+    kwargs["dtype"] = _dtype(kwargs["dtype"])
     if quantization_config is not None:
         require_bitsandbytes()
         kwargs["quantization_config"] = keep_head_unquantized(quantization_config, ["lm_head"])
     if not Path(path).is_dir():
         kwargs = {**(where := hub_arguments()), "adapter_kwargs": where, **kwargs}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
     except _FAILURES as error:
         raise ModelError(_loading_problem("model", name, path, error)) from None
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"{name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}.")
@@ -98,6 +98,17 @@ def resolve_name(name: str) -> str:
         what = "is a file, not a folder" if folder.is_file() else "does not exist"
         raise ModelError(f"The model folder {name} {what}.")
     return name
+
+
+def _dtype(value: Any) -> Any:
+    """``"torch.float32"``, as a saved setting spells it, is ``torch.float32``."""
+    name = str(value).removeprefix("torch.")
+    if name == "auto":
+        return name
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelError(f"dtype={value!r} is not a floating type; use 'auto', 'float32', 'bfloat16' or 'float16'.")
+    return found
 
 
 def _near_preset(name: str, cutoff: float) -> str | None:

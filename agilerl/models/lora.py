@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from agilerl.errors import ConfigError, ModelError
 from agilerl.models.head import unwrap
-from agilerl.models.quantization import protect_quantized_layers
+from agilerl.models.quantization import is_quantized, protect_quantized_layers
 from agilerl.models.targets import adapt_lora_config_for_model, check_targets, leaf_names
 from agilerl.models.tie import untie_for
 
@@ -55,6 +55,10 @@ _IRRELEVANT = frozenset(
 """Fields that do not change what stored adapter weights mean."""
 
 
+_SPLITTING = ("pissa", "olora")
+"""Starts that move a part of the base weights into the adapter, which then means something on that base only."""
+
+
 def attach_lora(
     model: PreTrainedModel, lora_config: LoraConfig, *, seed: int, scope: str | None = None, name: str = "actor"
 ) -> PeftModel:
@@ -81,7 +85,7 @@ def attach_lora(
     if untie_for(model, config):
         _LOG.info("The head was tied to the input embedding; it got its own weight, so that the adapter can be merged.")
     config.inference_mode = False
-    _check_initialisation(config)
+    _check_initialisation(model, config)
     with _own_seed(seed), _quiet():
         peft_model = _wrap(model, config, name)
     _check_trainable(peft_model)
@@ -99,9 +103,13 @@ def _wrap(model: PreTrainedModel, config: LoraConfig, name: str) -> PeftModel:
         raise ModelError(f"PEFT cannot put this LoRA configuration on the model: {error}") from None
 
 
-def _check_initialisation(config: LoraConfig) -> None:
+def _check_initialisation(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse starting values that a saved adapter cannot be rebuilt from."""
     start = config.init_lora_weights
+    if start in _SPLITTING and is_quantized(model):
+        raise ConfigError(
+            f"init_lora_weights={start!r} changes the base weights, which cannot be done in 4 or 8 bit; use True."
+        )
     if isinstance(start, str) and start.startswith("pissa_niter_"):
         raise ConfigError(
             f"init_lora_weights={start!r} draws at random, so the base weights that it changes cannot be rebuilt when the "
@@ -192,8 +200,7 @@ def config_differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
 def _fields(config: Any) -> dict[str, Any]:
     values = dict(config) if isinstance(config, dict) else config.to_dict()
     start = values.get("init_lora_weights")
-    # These move part of the base weights into the adapter, which then means something on that base only.
-    values["base_split_by"] = start if start in ("pissa", "olora") else None
+    values["base_split_by"] = start if start in _SPLITTING else None
     return {name: _canonical(value) for name, value in values.items()}
 
 

@@ -40,6 +40,16 @@ def test_a_folder_is_loaded_as_it_was_stored(folder: Path) -> None:
     assert tokenizer.chat_template
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, "float32", "torch.float32"])
+def test_a_dtype_may_be_spelt_out(folder: Path, dtype: Any) -> None:
+    assert load_base_model(str(folder), model_config={"dtype": dtype}).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float23", "int8", "cuda"])
+def test_a_dtype_that_is_none(folder: Path, dtype: str) -> None:
+    refused(str(folder), f"dtype='{dtype}' is not a floating type", dtype=dtype)
+
+
 def test_the_callers_settings_are_not_changed(folder: Path) -> None:
     settings = {"torch_dtype": torch.float32}
     load_base_model(str(folder), model_config=settings)
