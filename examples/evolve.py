@@ -23,7 +23,7 @@ from agilerl.hpo.tournament import TournamentSelection
 from agilerl.llm_envs import DatasetEnv
 from agilerl.training.llm import lineage_table, read_lineage, train_llm_dataset, winning_settings
 
-GOOD_LR = 2e-2
+GOOD_LR = 1e-2
 WORDS = [f"w{n}" for n in range(20)]
 CALLS = ["say", "tell", "give", "name"]
 MANNERS = ["please", "now", "again", "slowly", "quickly"]
