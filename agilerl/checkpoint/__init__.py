@@ -10,6 +10,7 @@ from agilerl.checkpoint.folder import CheckpointFolder, check_writable, existing
 from agilerl.checkpoint.plain import json_safe, plain
 from agilerl.checkpoint.read import read_adapter, read_checkpoint
 from agilerl.checkpoint.snapshot import HostBuffers, LLMCheckpointSnapshot
+from agilerl.checkpoint.tokenizer import tokenizer_difference
 from agilerl.checkpoint.verify import VerifyReport, verify
 from agilerl.checkpoint.write import write_checkpoint
 
@@ -32,6 +33,7 @@ __all__ = [
     "read_adapter",
     "read_checkpoint",
     "same_base",
+    "tokenizer_difference",
     "verify",
     "write_checkpoint",
 ]

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenizerFiles", "read_tokenizer", "tokenizer_files"]
+__all__ = ["TokenizerFiles", "read_tokenizer", "tokenizer_difference", "tokenizer_files"]
 
 MARKER = "tokenizer_config.json"
 # Rendering a large vocabulary takes a while, and must not happen in a writer thread while training encodes text.
@@ -44,6 +44,20 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase | TokenizerFiles) -> Toke
 
 def _files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def tokenizer_difference(saved: PreTrainedTokenizerBase, here: PreTrainedTokenizerBase) -> str | None:
+    """Say how two tokenizers differ in the ids that they give; None where they do not (templates may)."""
+    theirs, ours = saved.get_vocab(), here.get_vocab()
+    if len(theirs) != len(ours):
+        return f"it has {len(theirs)} entries there and {len(ours)} here"
+    for token in sorted(theirs, key=theirs.__getitem__):
+        if ours.get(token) != theirs[token]:
+            return f"{token!r} is id {theirs[token]} there and {ours.get(token)} here"
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(saved, name) != getattr(here, name):
+            return f"{name} is {getattr(saved, name)} there and {getattr(here, name)} here"
+    return None
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

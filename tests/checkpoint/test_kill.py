@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kind", "kills"), CASES)
 def test_killed_and_resumed_equals_unbroken(tmp_path: Path, kind: str, kills: int) -> None:
     runs = broken_runs(kind, tmp_path, kills)

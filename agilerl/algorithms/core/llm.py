@@ -57,7 +57,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
     Sub-classes build their settings, offer an `Objective` and turn batches into rows.
     """
 
-    settings_class: ClassVar[type[LLMSettings]] = LLMSettings
+    objective: ClassVar[str]
+    """Objective of the environments it trains on."""
 
     batch_size = HyperparameterAttribute(positive_int)
     lr = HyperparameterAttribute(partial(finite, exclusive=True))

@@ -47,7 +47,9 @@ class Keeper:
         self.saved_rows = 0
         """Rows of the furthest member at the last save."""
         if options.folder is not None and is_main:
-            self._folder = CheckpointFolder(options.folder, options.keep_last, options.keep_best)
+            self._folder = CheckpointFolder(
+                options.folder, options.keep_last, options.keep_best, on_error=options.on_save_error
+            )
             self._writer = BackgroundWriter() if options.async_save else None
 
     def start(self, *, resumed: bool) -> None:

@@ -50,6 +50,7 @@ def train_llm_dataset(
     lora_only: bool = True,
     save_optimizer: bool = True,
     async_save: bool = False,
+    on_save_error: str = "raise",
     sinks: Sequence[Sink] = (),
 ) -> tuple[list[Any], list[float]]:
     """Train agents on a dataset env, each for the whole budget, and evolve them if asked to.
@@ -91,6 +92,7 @@ def train_llm_dataset(
         lora_only: As in ``save_checkpoint``.
         save_optimizer: As in ``save_checkpoint``; resuming needs it.
         async_save: Write in the background while training goes on.
+        on_save_error: What a save that fails (a full disk) does: "raise" stops the run, "warn" goes on without it.
         sinks: Further places for the records.
 
     Returns:
@@ -105,7 +107,7 @@ def train_llm_dataset(
         max_steps=max_steps, num_epochs=num_epochs, evaluation_interval=evaluation_interval, eval_batches=eval_batches,
         evo_steps=evo_steps, checkpoint_steps=checkpoint_steps, checkpoint_path=checkpoint_path, checkpoints=checkpoints,
         save_elite=save_elite, elite_path=elite_path, keep_last=keep_last, keep_best=keep_best, lora_only=lora_only,
-        save_optimizer=save_optimizer, async_save=async_save, has_selection=strategy is not None,
+        save_optimizer=save_optimizer, async_save=async_save, on_save_error=on_save_error, has_selection=strategy is not None,
         has_two_selections=tournament is not None and selection_strategy is not None, has_mutation=mutation is not None,
         num_env_sources=(env is not None) + (env_fn is not None),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agilerl.errors import ConfigError
 
@@ -45,6 +45,8 @@ class Options:
     lora_only: bool
     save_optimizer: bool
     async_save: bool
+    on_save_error: Literal["raise", "warn"]
+    """What a failing save does: ``"raise"`` stops the run, ``"warn"`` lets it go on."""
 
     @classmethod
     def check(
@@ -77,6 +79,8 @@ class Options:
         keep_best = values["keep_best"]
         if isinstance(keep_best, bool) or not isinstance(keep_best, int) or keep_best < 0:
             problems.append(f"keep_best must be a whole number of at least 0, got {keep_best!r}")
+        if values["on_save_error"] not in ("raise", "warn"):
+            problems.append(f"on_save_error must be 'raise' or 'warn', got {values['on_save_error']!r}")
         if found := [problem for problem in problems if problem]:
             raise ConfigError("; ".join(found) + ".")
 

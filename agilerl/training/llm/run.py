@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agilerl.checkpoint import newest_complete, read_checkpoint
+from agilerl.checkpoint import newest_complete, plain, read_checkpoint
 from agilerl.errors import CheckpointError
 from agilerl.training.llm.budget import Budget
 from agilerl.training.llm.checkpointing import Keeper
@@ -150,7 +150,11 @@ class Run:
         agent = trainee.agent
         is_evolving = self.evolution is not None and self.evolution.has_mutation
         before = _hyperparameters(agent)
-        stored = read_checkpoint(path, need_optimizer=False, need_tokenizer=False).state.get("hyperparameters", {})
+        content = read_checkpoint(path, need_optimizer=False, need_tokenizer=False)
+        stored = content.state.get("hyperparameters", {})
+        _tell_changes(
+            f"agent {agent.index}", _changed_settings(content.settings, plain(agent.settings.describe()), stored)
+        )
         agent.load_checkpoint(str(path), load_optimizer=True, restore_config=False, restore_hyperparameters=is_evolving)
         trainee.load_state_dict(saved)
         names = [name for name in stored if name in before]
@@ -160,6 +164,23 @@ class Run:
 
 def _hyperparameters(agent: Any) -> dict[str, Any]:
     return dict(agent._state.hyperparameters)
+
+
+def _changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], told_apart: Collection[str]) -> dict[str, Any]:
+    """Settings of the agent that differ; what says where the model lies is not one."""
+    changes: dict[str, Any] = {}
+    for name in saved.keys() & now.keys() - set(told_apart) - {
+        "model_name",
+        "model_config",
+        "hp_config",
+        "fsdp_config",
+    }:
+        old, new = saved[name], now[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= {f"{name}.{key}": (old[key], new[key]) for key in old.keys() & new.keys()}
+        else:
+            changes[name] = (old, new)
+    return dict(sorted(changes.items()))
 
 
 def _tell_changes(what: str, changes: Mapping[str, Sequence[Any]]) -> None:
