@@ -91,7 +91,7 @@ class DPO(LLMAlgorithm):
         share_prompt: Compute the prompt of a pair once where the architecture allows; the result is the same.
     """
 
-    settings_class: ClassVar[type[LLMSettings]] = DPOSettings
+    objective: ClassVar[str] = "preference"
 
     beta = HyperparameterAttribute(partial(finite, exclusive=True))
     nll_alpha = HyperparameterAttribute(finite)

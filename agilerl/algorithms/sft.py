@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -65,6 +65,9 @@ class SFT(LLMAlgorithm):
     Raises:
         ValueError: A setting cannot be used, or settings contradict each other; all problems are told together.
     """
+
+    objective: ClassVar[str] = "sft"
+    """Objective of the environments it trains on."""
 
     def __init__(
         self,
