@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-__all__ = ["make_rows"]
+__all__ = ["make_pairs", "make_rows"]
 
 _NAMES = ["Ada", "Ben", "Chloe", "Dan", "Eve", "Farid", "Grace", "Hugo", "Ines", "Jonas"]
 _THINGS = ["apples", "pencils", "marbles", "stamps", "shells", "coins", "books", "ribbons"]
@@ -49,6 +49,18 @@ def make_rows(count: int, *, seed: int = 0, longest: int = 12) -> list[dict[str,
     if count:
         sizes[rng.randrange(count)] = longest
     return [_row(rng, size) for size in sizes]
+
+
+def make_pairs(count: int, *, seed: int = 0, longest: int = 8) -> list[dict[str, str]]:
+    """Preference pairs whose prompts are about as long as both answers together; the rejected answer is another story's."""
+    rng = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        size = 1 + round((longest - 1) * rng.random() ** 2)
+        first, second, other = (_row(rng, size) for _ in range(3))
+        prompt = f"{first['prompt'].strip()}\n{second['prompt']}"
+        pairs.append({"prompt": prompt, "chosen": second["response"], "rejected": other["response"]})
+    return pairs
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ SUBJECTS = {
     "plain": ("plain.py", None),
     "trl": ("trl_peer.py", "trl"),
     "agilerl": ("agilerl_peer.py", "agilerl"),
+    "dpo-shared": ("ours_dpo.py", None),
+    "dpo-separate": ("ours_dpo.py", None),
+    "dpo-trl": ("trl_dpo.py", "trl"),
 }
 """Name -> its file, and the environment that it needs (None: this one)."""
 
@@ -53,6 +56,7 @@ def measure(subject: str, job: Job, *, timeout_s: float = 3600.0) -> dict[str, A
             "HF_DATASETS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONWARNINGS": "ignore",
+            "BENCHMARK_SUBJECT": subject,
         }
         environment.pop("PYTHONPATH", None)
         command = [str(_python(subject)), str(ROOT / "benchmarks/subjects" / SUBJECTS[subject][0]), str(path)]

@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import ROOT, SUBJECTS, available, machine, measure, median, model_folder, table, write_rows
+from benchmarks.run import ROOT, available, machine, measure, median, model_folder, table, write_rows
 from benchmarks.subjects.job import Job
 
-
+_SUBJECTS = ["ours", "plain", "trl", "agilerl"]
 _HEADER = [
     "subject",
     "tokens/s",
@@ -37,7 +37,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a folder or a preset")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--checkpointing", nargs="+", default=["off", "on"], choices=["off", "on"])
-    parser.add_argument("--subjects", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
+    parser.add_argument("--subjects", nargs="+", default=_SUBJECTS, choices=_SUBJECTS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps that are timed")
     parser.add_argument("--warm-up", type=int, default=1)

@@ -1,0 +1,80 @@
+"""Speed and memory of DPO: shared prompts, separate rows, and, where its environment exists, TRL.
+
+    python -m benchmarks.dpo [--pairs 200] [--repeats 3] [--subjects dpo-shared dpo-separate dpo-trl]
+
+All take the same pairs (prompts as long as both answers together), LoRA settings, batch and micro-batch, in turns. Rates
+count every token of both rows of a pair, so that they compare time for the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import make_pairs
+from benchmarks.run import ROOT, available, machine, measure, median, model_folder, table
+from benchmarks.subjects.job import Job
+
+_SUBJECTS = ["dpo-shared", "dpo-separate", "dpo-trl"]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="a folder or a preset")
+    parser.add_argument("--subjects", nargs="+", default=_SUBJECTS, choices=_SUBJECTS)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/dpo.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print a table, write everything as JSON."""
+    options = _arguments()
+    subjects = [subject for subject in options.subjects if available(subject)]
+    for subject in set(options.subjects) - set(subjects):
+        print(f"{subject} is left out: run benchmarks/peers/setup trl first")
+    results: dict[str, list[dict[str, Any]]] = {subject: [] for subject in subjects}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in make_pairs(options.pairs)), encoding="utf-8")
+        job = Job(
+            model=model_folder(options.model),
+            rows=str(path),
+            dtype=options.dtype,
+            checkpointing=options.checkpointing,
+            batch_size=options.batch_size,
+            micro_batch_size=options.micro_batch_size,
+            threads=options.threads,
+            warm_up=1,
+            steps=max(1, options.pairs // options.batch_size - 1),
+            dropout=0.0,
+        )
+        for _ in range(options.repeats):
+            for subject in subjects:
+                results[subject].append(measure(subject, job))
+    shared = results.get("dpo-shared", [])
+    speed, memory = median(shared, "tokens_per_s"), median(shared, "peak_gb")
+    lines = []
+    for subject, found in results.items():
+        rate, peak = median(found, "tokens_per_s"), median(found, "peak_gb")
+        if rate is None or peak is None:
+            lines.append([subject, found[-1].get("error", "?"), "", "", "", ""])
+            continue
+        ratios = [f"{speed / rate:.2f}" if speed else "", f"{memory / peak:.2f}" if memory else ""]
+        lines.append([subject, f"{rate:.0f}", ratios[0], f"{peak:.2f}", ratios[1], f"{found[-1]['losses'][0]:.5f}"])
+    print(table(["subject", "tokens/s", "shared is x times", "peak GB", "shared is x of it", "first loss"], lines))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

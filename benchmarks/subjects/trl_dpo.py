@@ -1,0 +1,73 @@
+"""TRL's `DPOTrainer`, in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from datasets import Dataset
+from job import read_job
+from pairs import count_tokens
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import DPOConfig, DPOTrainer
+
+
+class Clock(TrainerCallback):
+    """Notes when each optimizer step begins and ends."""
+
+    def __init__(self):
+        self.begun, self.ended = [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun.append(time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ended.append(time.perf_counter())
+
+
+def main() -> None:
+    job = read_job()
+    torch.set_num_threads(job.threads)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
+    batches = job.batches()
+    micro = job.micro_batch_size or job.batch_size
+    with tempfile.TemporaryDirectory() as folder:
+        config = DPOConfig(
+            output_dir=folder, per_device_train_batch_size=micro, gradient_accumulation_steps=job.batch_size // micro,
+            max_steps=len(batches), learning_rate=job.lr, lr_scheduler_type="constant", max_grad_norm=job.max_grad_norm,
+            weight_decay=0.0, logging_steps=1, report_to="none", save_strategy="no", use_cpu=not torch.cuda.is_available(),
+            bf16=False, fp16=False, gradient_checkpointing=job.checkpointing, max_length=2048, seed=42,
+            gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        lora = LoraConfig(
+            r=job.rank, lora_alpha=job.alpha, target_modules=list(job.targets), bias="none", task_type="CAUSAL_LM"
+        )
+        clock = Clock()
+        trainer = DPOTrainer(
+            model=model, args=config, train_dataset=Dataset.from_list([row for batch in batches for row in batch]),
+            processing_class=tokenizer, peft_config=lora, callbacks=[clock],
+        )  # fmt: skip
+        # The rows in the given order, so that every subject takes the same ones in each step.
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        trainer.train()
+        sys.stdout = stdout
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    spans = list(zip(clock.begun, clock.ended, strict=True))[job.warm_up :]
+    seconds = sum(end - begin for begin, end in spans)
+    tokens = count_tokens(tokenizer, [row for batch in batches[job.warm_up :] for row in batch])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    print(json.dumps({"tokens_per_s": tokens / seconds, "seconds": seconds, "peak_gb": peak, "losses": losses}))
+
+
+if __name__ == "__main__":
+    main()
