@@ -177,7 +177,7 @@ def evolution_of(config: RunConfig, total: int | None, batch_size: int) -> dict[
             raise ConfigError(
                 "evolution.generations needs a known number of rows; set training.max_steps or evo_steps."
             )
-        interval = max(1, math.ceil(total / batch_size) // (section.generations + 1))
+        interval = math.ceil(math.ceil(total / batch_size) / (section.generations + 1))
     chance = section.mutation_probability
     return {
         "evo_steps": interval,
