@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl.cli import COMMANDS
-from tests.helpers import tiny_model, tiny_tokenizer
+from tests.examples.small import surround
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,18 +28,12 @@ def test_python_example_is_the_file_in_examples() -> None:
 
 
 def test_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "tiny"
-    tokenizer = tiny_tokenizer(chat_template="chatml", eos_token="<|im_end|>", all_bytes=True)
-    model = tiny_model("qwen2", dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=512)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("agilerl.models.presets.load_preset_folder", lambda name: folder)
+    folder = surround(tmp_path, monkeypatch, "qwen2")
     names: dict = {"__name__": "__main__"}
     exec(compile(python_block(), "README.md", "exec"), names)  # the README's own words, on a tiny model
 
     saved = tmp_path / "outputs" / "example"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("Set a timer.", return_tensors="pt")["input_ids"]
     agent = names["agent"]
     agent.actor.eval()
