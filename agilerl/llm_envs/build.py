@@ -29,7 +29,8 @@ from agilerl.data.template import Template
 from agilerl.data.templates import find_template
 from agilerl.data.tokenize import RowTokenizer
 from agilerl.errors import DataError
-from agilerl.llm_envs.splits import PreferenceSplit, SFTSplit, StoredSplit
+from agilerl.llm_envs.splits import StoredSplit
+from agilerl.llm_envs.stream import Windows
 
 __all__ = ["SplitBuilder", "SplitSettings"]
 
@@ -101,8 +102,29 @@ class SplitBuilder:
 
     def part(self, prepared: Prepared, report: Report, rows: NDArray[np.int64] | None = None) -> StoredSplit:
         """A split of prepared rows, or of some of them."""
-        kind = PreferenceSplit if len(prepared.stores) == 2 else SFTSplit
-        return kind(prepared.stores, report, self.encoder.pad_id, rows)
+        return StoredSplit(prepared.stores, report, self.encoder.pad_id, rows)
+
+    def build_stream(self, dataset: Any, window: int) -> Windows:
+        """A train split whose rows are read, tokenised and shuffled ``window`` at a time.
+
+        Raises:
+            DataError: Its first rows show that a column is missing.
+        """
+        source: Sources | None = dataset if isinstance(dataset, Sources) else None
+
+        def open_rows(epoch: int) -> Iterator[tuple[int, Row | RowFault]]:
+            if source is None and hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+            return iter(source if source is not None else Sources([(as_source(dataset, "train"), "train", None)]))
+
+        def prepare_window(rows: Iterator[tuple[int, Row | RowFault]]) -> StoredSplit:
+            part = SplitBuilder(self.encoder.tokenizer, self.settings, may_be_empty=True)
+            part.encoder, part.renderer, part.tokenise = self.encoder, self.renderer, self.tokenise
+            prepared = part._prepare(rows, dataset, "train", None, is_columnar=source.is_columnar if source else True)
+            return part.part(prepared, prepared.report)
+
+        identity = cache_key("stream", self.encoder, self._plain_settings("train") | {"window": window})
+        return Windows(open_rows, prepare_window, window, identity)
 
     def _report_of(self, prepared: Prepared, rows: NDArray[np.int64], split: str) -> Report:
         return prepared.report.of_part(
@@ -118,28 +140,40 @@ class SplitBuilder:
         sources = dataset if isinstance(dataset, Sources) else Sources([(as_source(dataset, split), split, None)])
         identity = sources.identity if is_cached else ""
         if not identity:
-            return self._prepare(sources, dataset, split, None)
+            return self._prepare_sources(sources, dataset, split, None)
         key = cache_key(identity, self.encoder, self._plain_settings(split))
-        return prepared_in_cache(key, lambda folder: self._prepare(sources, dataset, split, folder))
+        return prepared_in_cache(key, lambda folder: self._prepare_sources(sources, dataset, split, folder))
 
     def _plain_settings(self, split: str) -> dict[str, Any]:
         template = self.template.identity if self.template else None
         return asdict(self.settings) | {"split": split, "template": template, "chat_template": None}
 
-    def _prepare(self, sources: Sources, dataset: Any, split: str, folder: Path | None) -> Prepared:
-        numbered = iter(sources)
-        first = list(islice(numbered, _PEEK))
+    def _prepare_sources(self, sources: Sources, dataset: Any, split: str, folder: Path | None) -> Prepared:
         report = Report(split, ", ".join(dict.fromkeys(label for _, label, _ in sources.parts)))
         report.describe = sources.describe
+        return self._prepare(iter(sources), dataset, split, folder, is_columnar=sources.is_columnar, report=report)
+
+    def _prepare(
+        self,
+        numbered: Iterator[tuple[int, Row | RowFault]],
+        dataset: Any,
+        split: str,
+        folder: Path | None,
+        *,
+        is_columnar: bool,
+        report: Report | None = None,
+    ) -> Prepared:
+        report = report or Report(split)
+        first = list(islice(numbered, _PEEK))
         if not first:
             raise nothing_left(report)
         rows = [row for _, row in first if not isinstance(row, RowFault)]
         columns = _columns_of(dataset, rows)
         if not rows:
             raise DataError(
-                f"{split} split: none of its first {len(first)} rows can be read; {sources.describe(0)} {first[0][1]}."
+                f"{split} split: none of its first {len(first)} rows can be read; {report.describe(first[0][0])} {first[0][1]}."
             )
-        format_ = self.format_of(rows, columns, split, is_columnar=sources.is_columnar)
+        format_ = self.format_of(rows, columns, split, is_columnar=is_columnar)
         report.format = format_.name
         self._note_unused(format_, columns, report)
         settings = self.settings

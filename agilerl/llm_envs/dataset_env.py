@@ -13,13 +13,14 @@ from agilerl.data.fit import LengthPolicy, OnLong
 from agilerl.data.formats import FormatOptions
 from agilerl.data.inspect import RowView, view_row
 from agilerl.data.order import share_sizes
-from agilerl.data.prepare import BadRows
+from agilerl.data.prepare import BadRows, nothing_left
 from agilerl.data.report import Report
 from agilerl.data.summary import Summary, content_hashes, summarise
 from agilerl.errors import DataError
 from agilerl.llm_envs.build import SplitBuilder, SplitSettings
 from agilerl.llm_envs.feed import Feed
 from agilerl.llm_envs.splits import StoredSplit
+from agilerl.llm_envs.stream import StreamFeed, is_stream
 from agilerl.typing import Batch
 
 __all__ = ["DatasetEnv"]
@@ -53,6 +54,8 @@ class DatasetEnv:
         test_share: With ``test_dataset=None``: the share of the train rows to hold out, by content, so that duplicates stay on
             one side; 0 for no test split.
         is_cached: Whether rows whose identity is known (files, ``datasets.Dataset``) are tokenised once for all runs.
+        stream_window: Rows of an ``IterableDataset`` that are read, tokenised and shuffled together. A stream that ends within
+            one window is held like any other split; a longer one has no known length, so training needs ``max_steps``.
         options: How formats read rows: rendering of plain prompts, system turn, names of speakers.
 
     Raises:
@@ -85,6 +88,7 @@ class DatasetEnv:
         options: FormatOptions | None = None,
         test_share: float | None = None,
         is_cached: bool = False,
+        stream_window: int = 10_000,
     ) -> None:
         settings = SplitSettings(
             objective=objective,
@@ -110,6 +114,7 @@ class DatasetEnv:
             world_size=world_size,
             test_share=test_share,
             is_cached=is_cached,
+            stream_window=stream_window,
         )
 
     @classmethod
@@ -134,6 +139,8 @@ class DatasetEnv:
         world_size: int = 1,
         test_share: float | None = None,
         is_cached: bool = False,
+        stream_window: int = 10_000,
+        is_streamed: bool = False,
     ) -> None:
         _check_ranks(rank, world_size)
         _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
@@ -153,12 +160,22 @@ class DatasetEnv:
         self._encoder = builder.encoder
         self.chat_template: str | None = builder.template.source if builder.template else None
         """Jinja text of the template in use where it is not the tokenizer's own; saved with the result."""
-        if test_dataset is None and test_share is not None:
+        windows = None
+        if is_streamed or is_stream(train_dataset):
+            _check_count("stream_window", stream_window)
+            windows = builder.build_stream(train_dataset, stream_window)
+            self._train, is_whole = windows.get(0, 0)
+            windows = None if is_whole else windows
+            if not len(self._train) and is_whole:
+                raise nothing_left(self._train.report)
+            self._test = builder.build(test_dataset, "test", is_cached=is_cached)
+        elif test_dataset is None and test_share is not None:
             self._train, self._test = builder.build_held_out(train_dataset, test_share, is_cached=is_cached)
         else:
             self._train = builder.build(train_dataset, "train", is_cached=is_cached)
             self._test = builder.build(test_dataset, "test", is_cached=is_cached)
-        self._feed = Feed(self._train, seed=seed, rank=rank, world_size=world_size)
+        ranks: dict[str, Any] = {"seed": seed, "rank": rank, "world_size": world_size}
+        self._feed: Feed | StreamFeed = Feed(self._train, **ranks) if windows is None else StreamFeed(windows, **ranks)
         self._test_feed = self._fresh_test_feed()
         self._eval_depth = 0
         for report in (self._train.report, self._test.report):
@@ -184,12 +201,12 @@ class DatasetEnv:
         """This rank's share of the next ``rows`` global train rows; never crosses an epoch's end."""
         return self._feed.take(rows)
 
-    def feed(self) -> Feed:
+    def feed(self) -> Feed | StreamFeed:
         """An independent reader of the train split that starts at the present place."""
         return self._feed.copy()
 
     @property
-    def reader(self) -> Feed:
+    def reader(self) -> Feed | StreamFeed:
         """The reader behind :meth:`take`: ``epoch``, ``position`` and ``num_rows`` of the train split."""
         return self._feed
 
@@ -243,11 +260,23 @@ class DatasetEnv:
 
     @property
     def dataset_size(self) -> dict[str, int]:
-        """Rows of this rank in each split, after filtering and sharding."""
-        return {"train": self._share_of(self._train), "test": self._share_of(self._test)}
+        """Rows of this rank in each split, after filtering and sharding; a stream of unknown length has no ``train``."""
+        sizes = {"train": self._share_of(self._train), "test": self._share_of(self._test)}
+        return {"test": sizes["test"]} if self.is_streaming else sizes
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the train split is a stream of unknown length."""
+        return self._feed.num_rows is None
 
     def __len__(self) -> int:
-        """Rows of the active split on this rank."""
+        """Rows of the active split on this rank.
+
+        Raises:
+            TypeError: It is a stream of unknown length.
+        """
+        if self.is_streaming and not self.evaluation_mode:
+            raise TypeError("the train split is a stream of unknown length; give train_llm_dataset max_steps")
         return self._share_of(self._test if self.evaluation_mode else self._train)
 
     @property
@@ -267,8 +296,8 @@ class DatasetEnv:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any token or weight of the train split."""
-        return self._train.fingerprint
+        """Changes with any token or weight of the train split (of a stream: with its settings)."""
+        return str(self._feed.state_dict()["fingerprint"])
 
     # Looking and checking --------------------------------------------------------------------------------------------
 

@@ -55,8 +55,12 @@ def make_env(
         data = DataSection.model_validate(data.model_dump() | changes)
     if not data.train:
         raise DataError("data.train names no rows; give a file, folder, glob or Hub name.")
-    train = open_sources(data.train, "train", seed=seed, limit=data.limit)
+    train = open_sources(data.train, "train", seed=seed, limit=data.limit, streaming=data.streaming)
     test = open_sources(data.test, "test", seed=seed, limit=data.limit) if data.test else None
+    if data.streaming and test is None:
+        raise DataError(
+            "data.streaming reads rows once, in passing, so nothing can be held out of them; give data.test."
+        )
     env = DatasetEnv.from_settings(
         train,
         test,
@@ -68,6 +72,7 @@ def make_env(
         world_size=world_size,
         test_share=data.test_share,
         is_cached=is_cached,
+        is_streamed=data.streaming,
     )
     if is_checked:
         env.check(allow=data.allow, stop_ids=stop_ids)
@@ -109,7 +114,9 @@ def split_settings(data: DataSection, objective: str, max_positions: int | None 
     )
 
 
-def open_sources(named: Sequence[SourceConfig], split: str, *, seed: int, limit: int | None = None) -> Sources:
+def open_sources(
+    named: Sequence[SourceConfig], split: str, *, seed: int, limit: int | None = None, streaming: bool = False
+) -> Sources:
     """The sources of a split, in sequence or mixed by weight.
 
     Raises:
@@ -117,7 +124,7 @@ def open_sources(named: Sequence[SourceConfig], split: str, *, seed: int, limit:
     """
     parts = []
     for source in named:
-        opened = open_source(source, default_split=split)
+        opened = open_source(source, default_split=split, streaming=streaming)
         weight = source.weight
         if weight is not None and len(opened) > 1:  # a folder's share is the share of its files together
             weight /= len(opened)

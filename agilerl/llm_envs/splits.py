@@ -15,7 +15,7 @@ from agilerl.data.report import Report
 from agilerl.data.store import Store
 from agilerl.typing import Batch
 
-__all__ = ["PreferenceSplit", "SFTSplit", "Split", "StoredSplit"]
+__all__ = ["Split", "StoredSplit"]
 
 Rows = Sequence[int] | NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class StoredSplit:
     ) -> None:
         self.stores, self.report, self._pad_id = tuple(stores), report, pad_id
         self._rows = rows
-        self._with_weights = not all(store.is_simple for store in stores)
+        self.with_weights = not all(store.is_simple for store in stores)
 
     @property
     def fingerprint(self) -> str:
@@ -79,22 +79,12 @@ class StoredSplit:
         return [tuple(store.example(place) for store in self.stores) for place in places]
 
     def batch(self, rows: Rows) -> Batch:
-        """The rows with these numbers, padded on the right."""
-        raise NotImplementedError
+        """The rows with these numbers, padded on the right; none gives tensors of shape [0, 0]."""
+        return self.collate(self.examples(rows), with_weights=self.with_weights)
 
-
-class SFTSplit(StoredSplit):
-    """Prompts with responses, or chats."""
-
-    def batch(self, rows: Rows) -> Batch:
-        """The rows with these numbers, padded on the right."""
-        return collate_sft([row[0] for row in self.examples(rows)], self._pad_id, with_weights=self._with_weights)
-
-
-class PreferenceSplit(StoredSplit):
-    """Prompts with two answers each."""
-
-    def batch(self, rows: Rows) -> Batch:
-        """The rows with these numbers, padded on the right."""
-        pairs = [PreferenceExample(*row) for row in self.examples(rows)]
-        return collate_preference(pairs, self._pad_id, with_weights=self._with_weights)
+    def collate(self, examples: Sequence[tuple[Example, ...]], *, with_weights: bool) -> Batch:
+        """Pad examples on the right."""
+        if len(self.stores) == 2:
+            pairs = [PreferenceExample(*sides) for sides in examples]
+            return collate_preference(pairs, self._pad_id, with_weights=with_weights)
+        return collate_sft([sides[0] for sides in examples], self._pad_id, with_weights=with_weights)

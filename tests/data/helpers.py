@@ -76,7 +76,9 @@ def chat(*turns: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def renderer_of(tokenizer: Any, *, control_tokens: str = "text", source: str | None = None, **settings: Any) -> ChatRenderer:
+def renderer_of(
+    tokenizer: Any, *, control_tokens: str = "text", source: str | None = None, **settings: Any
+) -> ChatRenderer:
     """A chat renderer for the tokenizer's own template, or another."""
     template = Template(tokenizer, source) if source or tokenizer.chat_template else None
     return ChatRenderer(TextEncoder(tokenizer, control_tokens), template, ChatSettings(**settings))

@@ -9,7 +9,10 @@ from tests.data.helpers import LATE, REASONING, STYLES, chat, example_of, render
 from tests.helpers import tiny_tokenizer
 
 TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    }
 ]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
@@ -47,7 +50,9 @@ def test_tool_calls_are_trained_up_to_the_stop_token(style: str) -> None:
     adapted = TemplateAdapter(Template(tokenizer)).adapt(Chat(messages, TOOLS))
     example = example_of(tokenizer, messages, TOOLS)
     call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    first = "<think>\n\n</think>\n\n" if style == "reasoning" else ""  # its thoughts belong to all turns after the last user
+    first = (
+        "<think>\n\n</think>\n\n" if style == "reasoning" else ""
+    )  # its thoughts belong to all turns after the last user
     assert [text.removeprefix(first) for text in trained_texts(tokenizer, example)] == [
         f"Wait.{call}{expected_stop(style)}",
         f"It is 2.{expected_stop(style)}",
