@@ -18,6 +18,9 @@ __all__ = ["LoadedConfig", "load_config"]
 
 _COMMAND_LINE = "command line"
 
+_RIVALS = (("training.epochs", "training.max_steps"), ("evolution.generations", "evolution.evo_steps"))
+"""Two ways to say one thing; the later place wins."""
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -53,6 +56,9 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    layers: dict[str, int] = field(default_factory=dict)
+    """Which of base, file, overrides and options a setting came from, counted up."""
+    layer: int = 0
 
     def put(self, path: list[str], value: Any, source: str) -> None:
         """Set one value, making the mappings on the way."""
@@ -66,7 +72,19 @@ class _Draft:
                 self.problems.append(f"{source}: {'.'.join(path)} cannot be set, {held} is not a group of settings")
                 return
         target[path[-1]] = value
-        self.sources[".".join(path[:2])] = source
+        name = ".".join(path[:2])
+        self.sources[name] = source
+        self.layers[name] = self.layer
+        self._replace_rival(name, value)
+
+    def _replace_rival(self, name: str, value: Any) -> None:
+        """``max_steps`` on the command line replaces ``epochs`` of the file: two in one place contradict each other."""
+        rival = next((pair[1 - pair.index(name)] for pair in _RIVALS if name in pair), None)
+        if rival is None or value is None or self.layers.get(rival, self.layer) == self.layer:
+            return
+        section, key = rival.split(".")
+        self.values[section].pop(key, None)
+        self.sources.pop(rival, None)
 
 
 def load_config(
@@ -96,9 +114,11 @@ def load_config(
     for section, settings in (base or {}).items():
         for key, value in dict(settings).items():
             draft.put([section, key], value, base_name)
+    draft.layer += 1
     name = Path(path).name if path is not None else ""
     document = _read(Path(path), draft) if path is not None else Document()
     _merge(document, name, draft)
+    draft.layer += 1
     for text in overrides:
         _override(text, draft, prefer)
     for dotted, value in (options or {}).items():

@@ -102,8 +102,9 @@ class Reporter:
         self.answers(before.answers, after.answers, samples)
 
     def answers(self, before: list[Answer], after: list[Answer], samples: int) -> None:
-        """Some answers side by side."""
-        for old, new in list(zip(before, after, strict=False))[:samples]:
+        """Some answers side by side, spread evenly over the rows: neighbours are often of one kind."""
+        pairs = list(zip(before, after, strict=False))
+        for old, new in pairs[:: max(1, len(pairs) // max(1, samples))][:samples]:
             self.say()
             self.say(f"  asked   {_line(new.prompt)}")
             self.say(f"  wanted  {_line(new.expected)}")

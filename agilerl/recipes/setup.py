@@ -83,15 +83,15 @@ def build_env(config: RunConfig, tokenizer: Any, *, objective: str, model: str |
         model: Name of the model in place of ``config.model.name``.
     """
     max_positions, stop_ids = model_limits(model or config.model.name, config.model.trust_remote_code)
-    ranks = get_world_size() // config.fsdp.tp
+    tp = config.fsdp.tp if config.fsdp.enabled else 1
     data = config.data if config.data.train is not None else bundled(config.data, objective)
     return make_env(
         data,
         tokenizer,
         objective=objective,
         seed=config.training.seed,
-        rank=get_rank() // config.fsdp.tp,
-        world_size=ranks,
+        rank=get_rank() // tp,
+        world_size=get_world_size() // tp,
         max_positions=max_positions,
         stop_ids=stop_ids,
     )

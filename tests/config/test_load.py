@@ -209,6 +209,16 @@ def test_contradicting_settings_are_refused():
         load_config(None, ["evolution.ranges.rank={min: 1, max: 2}"])
 
 
+def test_a_later_place_replaces_the_other_way_to_say_it(tmp_path):
+    path = write(tmp_path, "training:\n  epochs: 3\nevolution:\n  evo_steps: 4\n")
+    config = load_config(path, ["training.max_steps=64", "evolution.generations=2"]).config
+    assert (config.training.epochs, config.training.max_steps) == (None, 64)
+    assert (config.evolution.evo_steps, config.evolution.generations) == (None, 2)
+    base = RunConfig.model_validate({"training": {"max_steps": 10}}).to_dict()
+    config = load_config(path, ["evolution.evo_steps=null", "evolution.generations=2"], base=base).config
+    assert (config.training.epochs, config.training.max_steps) == (3, None)
+
+
 def test_the_effective_description_loads_to_the_same_run(tmp_path):
     loaded = load_config(
         None,
