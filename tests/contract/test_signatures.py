@@ -1,4 +1,7 @@
-"""Parameter names, order and defaults of the documented interface. Parameters of ours may follow, with defaults."""
+"""Parameter names, order and defaults of the documented interface. Parameters of ours may follow, with defaults.
+
+The members of the agents are walked in tests/algorithms/test_documented_surface.py.
+"""
 
 from __future__ import annotations
 
@@ -67,60 +70,6 @@ FUNCTIONS: list[tuple[Callable[..., Any], str]] = [
     ),
 ]
 
-MEMBERS = {
-    "add_scores": "self, scores",
-    "apply_lr": "self",
-    "clean_up": "self",
-    "clone": "self, index=None, wrap=True",
-    "configure_batch_size_per_process": "self, batch_size, micro_batch_size_per_gpu, mini_batch_size, group_size=1",
-    "copy_attributes": "agent, clone, exclude=()",
-    "eval_policy_network_ids": "self",
-    "evolvable_attributes": "self, networks_only=False",
-    "finalize_training_step": "self, num_steps",
-    "get_eval_modules": "self, cloning=True",
-    "get_lr_names": "self",
-    "get_policy": "self",
-    "init_training_step": "self, capture_grama=False",
-    "inspect_attributes": "agent, input_args_only=False, exclude=()",
-    "learn": "self, experiences, training=True",
-    "load": "path, device='cpu', accelerator=None",
-    "load_checkpoint": (
-        "self, path, load_optimizer=False, overwrite_reference_adapter=None, overwrite_critic_adapter=False, "
-        "restore_config=True, restore_hyperparameters=True"
-    ),
-    "load_weights": "self, path, overwrite_reference_adapter=None, overwrite_critic_adapter=False",
-    "mutation_hook": "self",
-    "population": "size, device='cpu', resume_from_checkpoint=None, **kwargs",
-    "recompile": "self",
-    "register_mutation_hook": "self, hook",
-    "register_network_group": "self, group",
-    "reinit_optimizers": "self, optimizer=None",
-    "save_checkpoint": "self, path, lora_only=True, save_optimizer=True",
-    "select_adapter": "self, adapter_name",
-    "set_reference_policy": "self, reference_update_tracker",
-    "set_training_mode": "self, training",
-    "snapshot_checkpoint": "self, lora_only=True, save_optimizer=True",
-    "test": "self, env, loop=1",
-    "unrolled_eval_networks": "self",
-    "unwrap_models": "self",
-    "update_existing_adapter": "self, checkpoint_dir, adapter_name",
-    "update_lr": "optimizer, lr, scheduler_config=None, schedule_step=0",
-    "use_adapter": "self, adapter_name",
-    "wrap_models": "self",
-}
-PROPERTIES = (
-    "current_lr",
-    "current_lr_critic",
-    "fitness",
-    "hp_config",
-    "index",
-    "lr_schedule_step",
-    "mut",
-    "scores",
-    "steps",
-)
-WITH_SETTERS = ("index", "fitness", "scores", "steps", "mut", "hp_config")
-
 
 def documented(text: str) -> list[tuple[str, Any, bool]]:
     """Name, default (or ``empty``) and "by name only" of each parameter in ``text``."""
@@ -157,28 +106,6 @@ def test_dpo_is_sft_with_its_own_learning_rate_and_reference() -> None:
     actual = inspect.signature(DPO).parameters
     assert {name: (actual[name].default) for name in names} == {name: value for name, value, _ in documented(text)}
     assert (actual["beta"].default, actual["nll_alpha"].default) == (0.1, 1.0)
-
-
-@pytest.mark.parametrize("agent", [SFT, DPO])
-@pytest.mark.parametrize(("name", "text"), MEMBERS.items(), ids=list(MEMBERS))
-def test_member(agent: type, name: str, text: str) -> None:
-    is_bound_to_class = isinstance(inspect.getattr_static(agent, name), classmethod)
-    member = getattr(agent, name)
-    assert not (is_bound_to_class and text.startswith("self"))
-    named = text.replace(", **kwargs", "")
-    check(member, named)
-    assert (named != text) == any(
-        one.kind is inspect.Parameter.VAR_KEYWORD and name == "population"
-        for one in inspect.signature(member).parameters.values()
-    )
-
-
-@pytest.mark.parametrize("agent", [SFT, DPO])
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_property(agent: type, name: str) -> None:
-    found = inspect.getattr_static(agent, name)
-    assert isinstance(found, property)
-    assert name not in WITH_SETTERS or found.fset is not None
 
 
 def test_hyperparameter_config_is_built_by_name() -> None:
