@@ -144,7 +144,7 @@ class _Gradients:
     def add(self, rows: slice, gradient: Tensor, hidden: Tensor) -> None:
         """Take in the gradient [n, V] at the linear layer's output."""
         if self.hidden is not None:
-            self.hidden[rows] = gradient @ self.plan.weight
+            self.hidden[rows] = gradient @ self.plan.weight.to(gradient.dtype)
         if self.weight is not None:
             self.weight += gradient.t() @ hidden.to(gradient.dtype)
         if self.bias is not None:

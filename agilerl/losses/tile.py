@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from agilerl.hardware import is_better_wide, widened
+
 __all__ = ["Plan", "Tile", "tile_gradient", "tile_nll"]
 
 
@@ -41,10 +43,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def tile_nll(hidden: Tensor, targets: Tensor, plan: Plan, *, need_slope: bool) -> Tile:
     """Value of a tile: ``hidden`` [n, H], ``targets`` [n]."""
-    rows = hidden.to(plan.weight.dtype)
-    raw = torch.addmm(plan.bias, rows, plan.weight.t()) if plan.bias is not None else rows @ plan.weight.t()
+    weight = widened(plan.weight)
+    rows = hidden.to(weight.dtype)
+    raw = rows @ weight.t() if plan.bias is None else torch.addmm(plan.bias.to(weight.dtype), rows, weight.t())
     logits = raw.to(accumulation_dtype(raw.dtype))  # [n, V]; the same tensor when it is float32 already
-    del raw
+    del raw, weight
     if plan.scale != 1.0:
         logits.mul_(plan.scale)
     slope = None
@@ -69,4 +72,4 @@ def tile_gradient(tile: Tile, targets: Tensor, factors: Tensor, plan: Plan) -> T
         gradient.mul_(tile.slope)
     if plan.scale != 1.0:
         gradient.mul_(plan.scale)
-    return gradient.to(plan.weight.dtype)
+    return gradient if is_better_wide(plan.weight) else gradient.to(plan.weight.dtype)

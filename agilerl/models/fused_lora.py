@@ -18,9 +18,10 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from agilerl.hardware import is_better_wide
 from agilerl.models.dropout import draw_dropped, zero_dropped_
 from agilerl.models.forms import are_fast
-from agilerl.models.halves import WideLinear, is_better_wide
+from agilerl.models.halves import WideLinear
 
 __all__ = ["FusedLoraLinear", "install"]
 

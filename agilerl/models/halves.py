@@ -7,7 +7,6 @@ float32 as well.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,24 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["WideLinear", "install", "is_better_wide"]
+from agilerl.hardware import is_better_wide
 
-
-@lru_cache(maxsize=8)
-def _cpu_has_products(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies matrices of a half precision in hardware."""
-    bfloat = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    names = bfloat if dtype == torch.bfloat16 else ("_is_amx_fp16_supported",)
-    checks = [getattr(torch.cpu, name, None) for name in names]
-    is_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return not is_x86 or any(check is not None and check() for check in checks)
-
-
-def is_better_wide(tensor: Tensor) -> bool:
-    """Whether products with ``tensor`` should be computed in float32."""
-    if tensor.device.type != "cpu" or tensor.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return not _cpu_has_products(tensor.dtype)
+__all__ = ["WideLinear", "install"]
 
 
 class _WideProduct(torch.autograd.Function):

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from agilerl import hardware
 from agilerl.models import dropout, fused_lora, halves
 from agilerl.models.fused_lora import FusedLoraLinear
 from agilerl.models.share import share_base
@@ -264,7 +265,7 @@ def test_nothing_to_drop() -> None:
 
 
 def test_wide_products_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_cpu_has_products", lambda _: False)
+    monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN, bias=False)).bfloat16()
     assert halves.install(model) == 2
@@ -282,7 +283,7 @@ def test_wide_products_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frozen_products_keep_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_cpu_has_products", lambda _: False)
+    monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: False)
     module = nn.Linear(IN, OUT, bias=False).bfloat16().requires_grad_(False)
     halves.install(nn.Sequential(module))
     out = module(torch.randn(4, IN).bfloat16().requires_grad_())
@@ -291,6 +292,6 @@ def test_frozen_products_keep_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processors_with_such_products_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_cpu_has_products", lambda _: True)
+    monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: True)
     assert halves.install(nn.Sequential(nn.Linear(2, 2).bfloat16())) == 0
-    assert not halves.is_better_wide(torch.ones(1))
+    assert not hardware.is_better_wide(torch.ones(1))
