@@ -175,8 +175,9 @@ class _Payload:
             link = self.folder / name
             if not link.is_symlink():  # a member's links are there already
                 link.symlink_to(target)
-        for sub in sorted({(self.folder / name).parent for name in self.files}):
-            sync_folder(sub)
+        parents = {parent for name in self.files for parent in (self.folder / name).parents}
+        for parent in sorted(parent for parent in parents if parent.is_relative_to(self.folder)):
+            sync_folder(parent)
         write_manifest(self.folder, Manifest(self.files, self.links, json_safe(info, "info")))
         sync_folder(self.folder)
 
