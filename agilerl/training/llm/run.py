@@ -157,9 +157,9 @@ class Run:
         )
         agent.load_checkpoint(str(path), load_optimizer=True, restore_config=False, restore_hyperparameters=is_evolving)
         trainee.load_state_dict(saved)
-        names = [name for name in stored if name in before]
-        kept = {name: (before[name], stored[name]) if is_evolving else (stored[name], before[name]) for name in names}
-        _tell_changes(f"agent {agent.index}", kept)
+        searched = set(agent.hp_config.names()) if is_evolving else set()  # these moved by themselves: no news
+        names = [name for name in stored if name in before and name not in searched]
+        _tell_changes(f"agent {agent.index}", {name: (stored[name], before[name]) for name in names})
 
 
 def _hyperparameters(agent: Any) -> dict[str, Any]:
