@@ -53,7 +53,8 @@ def check(
                 "no row ends in a stop token that is trained, so the model will not learn to stop",
             )
         )
-    if summary.trained_tokens >= summary.tokens - summary.rows and not is_text:
+    is_everything = summary.trained_tokens >= summary.tokens - summary.rows and summary.without_prompt == summary.rows
+    if is_everything and not is_text:
         found.append(Finding("everything_trained", "every token is trained, prompts included"))
     if summary.report.cut and summary.report.cut >= summary.report.rows_kept:
         found.append(Finding("all_cut", f"all {summary.report.cut} rows are longer than the limit and were cut"))

@@ -45,6 +45,8 @@ class Summary:
     """Rows by their last trained token, control tokens only."""
     unfinished: int
     """Rows whose last trained token is no control token: the answer was cut, or nothing ends it."""
+    without_prompt: int
+    """Rows that are trained from their first token on, BOS aside."""
     duplicates: list[Fault] = field(default_factory=list)
     """Rows equal to an earlier one, at most a hundred."""
     num_duplicates: int = 0
@@ -102,6 +104,7 @@ def summarise(stores: Sequence[Store], rows: NDArray[np.int64], report: Report, 
         with_eos=ends.get(-1 if encoder.eos_id is None else encoder.eos_id, 0),
         stop_tokens=stops,
         unfinished=len(last) - sum(stops.values()),
+        without_prompt=int((stores[0].prompt_lengths[rows] <= (first == bos)).sum()),
         duplicates=duplicates,
         num_duplicates=count,
     )

@@ -113,7 +113,7 @@ class RowTokenizer:
                     text.text,
                     is_whole=True,
                     head_length=head,
-                    notes=self._notes(text.text),
+                    notes=self._notes("", self._without_bos(text.text)),
                 )
             )
         return rows
@@ -152,9 +152,10 @@ class RowTokenizer:
             text = text.rstrip()[: -len(eos)]
         return text
 
-    def _notes(self, *texts: str) -> tuple[str, ...]:
-        stripped = (self._without_eos(self._without_bos(text)) for text in texts)
-        return ("control_token",) if any(map(self.encoder.has_control_token, stripped)) else ()
+    def _notes(self, opening: str, ending: str) -> tuple[str, ...]:
+        """Whether what is left of the texts, BOS and EOS at the outer ends aside, spells a control token."""
+        texts = (self._without_bos(opening), self._without_eos(ending))
+        return ("control_token",) if any(map(self.encoder.has_control_token, texts)) else ()
 
 
 def _runs(weights: Sequence[float]) -> list[Span]:

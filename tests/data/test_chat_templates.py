@@ -130,7 +130,8 @@ def test_a_template_that_writes_between_opening_and_answer_is_refused() -> None:
 
 def test_a_template_that_changes_the_text_is_still_located() -> None:
     template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.replace('bad', 'good') + '<|im_end|>' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.replace('bad', 'good') + '<|im_end|>' }}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer = tiny_tokenizer(all_bytes=True, chat_template=template)
