@@ -36,10 +36,10 @@ def resident(field: str) -> int:
 def measure(case: dict) -> dict:
     """Train two steps of one case and compare."""
     import torch
-    from agilerl.distributed.plan import Workload, estimate
     from peft import LoraConfig
 
     from agilerl.algorithms.sft import SFT
+    from agilerl.distributed.plan import Workload, estimate
     from agilerl.models.build import resolve_name
 
     folder = resolve_name("smollm2-135m")

@@ -104,8 +104,8 @@ class DenseRuntime(Collectives):
         return named.collect_parameters(model, names, self._gather)
 
     def collect_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Optimizer state by parameter name on rank 0."""
-        return named.collect_optimizer(model, optimizer, self._gather)
+        """Optimizer state by parameter name on the CPU of rank 0 (no copy where it is there), empty elsewhere."""
+        return named.collect_optimizer(model, optimizer, lambda tensor: tensor.cpu() if self.is_main else None)
 
     def load_parameters(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Write whole tensors into the model."""

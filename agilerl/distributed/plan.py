@@ -24,6 +24,7 @@ __all__ = ["Plan", "Workload", "count", "estimate", "hollow_model", "plan_of"]
 
 TILE_LOGITS = 2**24
 """Logits that the loss holds at a time are about this many, and at least one row of them."""
+LATE_LIBRARIES = 30 * 2**20
 ALLOCATOR_SHARE = 0.03
 """Memory that the allocator holds without use, relative to what changes size during a step."""
 
@@ -54,7 +55,6 @@ class Counts:
         trained: Parameters that are.
         outside: Of both, those outside the blocks (embeddings, head).
         blocks: Number of blocks.
-        adapter_outputs: Sum of the output widths of adapted layers in one block.
         adapter_rank: Sum of the ranks of adapted layers in one block.
     """
 
@@ -62,7 +62,6 @@ class Counts:
     trained: int
     outside: int
     blocks: int
-    adapter_outputs: int = 0
     adapter_rank: int = 0
 
 
@@ -153,12 +152,11 @@ def count(model: nn.Module) -> Counts:
     """Count a model's parameters; a model on the meta device will do."""
     blocks = blocks_of(model)
     inside = {parameter for _, block in blocks for parameter in block.parameters()}
-    outputs = ranks = 0
+    ranks = 0
     for module in blocks[0][1].modules() if blocks else ():
         factors = getattr(module, "lora_B", None)
         if isinstance(factors, nn.ModuleDict):
             for factor in factors.values():
-                outputs += int(factor.out_features)  # type: ignore[arg-type]
                 ranks += int(factor.in_features)  # type: ignore[arg-type]
     parameters = list(model.parameters())
     return Counts(
@@ -166,7 +164,6 @@ def count(model: nn.Module) -> Counts:
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         outside=sum(p.numel() for p in parameters if p not in inside),
         blocks=len(blocks),
-        adapter_outputs=outputs,
         adapter_rank=ranks,
     )
 
@@ -189,7 +186,15 @@ def plan_of(
     parts = _state_bytes(counts, layout, base, is_full)
     if fsdp is not None:
         parts |= _open_bytes(counts, layout, fsdp, is_full)
-    parts |= _passing_bytes(counts, config, workload, layout, gradient_checkpointing, is_full)
+    parts |= _passing_bytes(
+        counts,
+        config,
+        workload,
+        layout,
+        gradient_checkpointing=gradient_checkpointing,
+        is_full=is_full,
+        is_on_cpu=device == "cpu",
+    )
     if fsdp is not None and device != "cpu":
         for name in ("weights", "gradients", "optimizer") if fsdp.cpu_offload else ():
             parts.pop(name)
@@ -249,7 +254,14 @@ def _open_bytes(counts: Counts, layout: _Layout, fsdp: FSDPConfig, is_full: bool
 
 
 def _passing_bytes(
-    counts: Counts, config: Any, workload: Workload, layout: _Layout, gradient_checkpointing: bool, is_full: bool
+    counts: Counts,
+    config: Any,
+    workload: Workload,
+    layout: _Layout,
+    *,
+    gradient_checkpointing: bool,
+    is_full: bool,
+    is_on_cpu: bool,
 ) -> dict[str, int]:
     """What comes and goes within a step."""
     width = _block_bytes(config, counts, layout.compute) // layout.tp
@@ -259,8 +271,9 @@ def _passing_bytes(
         "activations": workload.tokens * (kept * config.hidden_size * layout.compute + whole * width),
         "loss": _loss_bytes(config, workload, layout.compute, trains_head=is_full),
     }
-    if is_full:
-        parts["optimizer scratch"] = 3 * _largest(config) * 4 // (layout.shards * layout.tp)
+    if is_on_cpu:
+        # Matrix libraries repack the largest weight, and libraries that only a training step needs are loaded late.
+        parts["libraries"] = config.vocab_size * config.hidden_size * layout.compute + LATE_LIBRARIES
     parts["allocator"] = int(ALLOCATOR_SHARE * (parts["activations"] + parts["loss"]))
     return parts
 
@@ -268,29 +281,23 @@ def _passing_bytes(
 def _block_bytes(config: Any, counts: Counts, size: int) -> int:
     """What one block keeps for backward, per token.
 
-    Its input and the sum after attention; both normalised, with their inverse norms; queries, keys, values before and
-    after rotation; attention's output; gate, up and their product; and what adapted layers keep: their low-rank outputs.
+    Its input and the sum after attention, both normalised as well; rotated queries and keys, values, attention's output;
+    gate and up; and the low-rank outputs of adapted layers.
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries = head * config.num_attention_heads
     keys = head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    values = 4 * hidden + 3 * queries + 3 * keys + 4 * inner + counts.adapter_rank
-    return values * size
+    return (4 * hidden + 2 * queries + 2 * keys + 2 * inner + counts.adapter_rank) * size
 
 
 def _loss_bytes(config: Any, workload: Workload, size: int, *, trains_head: bool) -> int:
-    """Hidden states at the targets with their gradient, and one tile of logits with its exponentials."""
+    """Hidden states at the targets with their gradient; a tile of logits, its exponentials, gradient and one to spare."""
     vocabulary = config.vocab_size
-    rows = min(workload.targets, max(1, TILE_LOGITS // vocabulary))
-    tile = rows * vocabulary * 4 * 2
-    head = vocabulary * config.hidden_size * 4 if trains_head else 0
-    return 2 * workload.targets * config.hidden_size * size + tile + head
-
-
-def _largest(config: Any) -> int:
-    return config.vocab_size * config.hidden_size
+    rows = min(workload.targets, max(16, min(4096, TILE_LOGITS // vocabulary)))
+    head = vocabulary * config.hidden_size * max(size, 4) if trains_head else 0
+    return 2 * workload.targets * config.hidden_size * size + 4 * rows * vocabulary * 4 + head
 
 
 def _advice(
