@@ -2,6 +2,7 @@
 
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, load_tokenizer
+from agilerl.models.embeddings import add_tokens, resize_embeddings, train_tokens
 from agilerl.models.head import Head, final_hidden_states, find_head, unwrap
 from agilerl.models.lora import adopt_adapter, attach_lora, config_differences, describe_adapters
 from agilerl.models.merge import Merged, merge_adapter
@@ -14,6 +15,7 @@ __all__ = [
     "Head",
     "Merged",
     "adapt_lora_config_for_model",
+    "add_tokens",
     "adopt_adapter",
     "attach_lora",
     "build_bnb_quantization_config",
@@ -24,6 +26,8 @@ __all__ = [
     "load_base_model",
     "load_tokenizer",
     "merge_adapter",
+    "resize_embeddings",
     "share_base",
+    "train_tokens",
     "unwrap",
 ]

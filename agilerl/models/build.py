@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agilerl.errors import ModelError
 from agilerl.models import presets
+from agilerl.models.embeddings import resize_embeddings
 from agilerl.models.hub import hub_arguments
 from agilerl.models.quantization import keep_head_unquantized, protect_quantized_layers, require_bitsandbytes
 
@@ -34,7 +35,7 @@ def load_base_model(
     Args:
         name: ``"smollm2-135m"`` and other presets, a local folder, or a name on the Hub.
         model_config: Further keyword arguments of ``from_pretrained``; code that comes with a model runs only if
-            ``trust_remote_code=True`` is among them.
+            ``trust_remote_code=True`` is among them. ``embedding_rows`` grows the embedding for added tokens.
         quantization_config: ``BitsAndBytesConfig``; not changed. The head stays unquantised.
         dtype: Type of the weights; None takes what the model was stored in.
 
@@ -43,6 +44,7 @@ def load_base_model(
     """
     path = resolve_name(name)
     kwargs: dict[str, Any] = {"trust_remote_code": False, **(model_config or {})}
+    rows = kwargs.pop("embedding_rows", None)
     if "torch_dtype" in kwargs:
         kwargs["dtype"] = kwargs.pop("torch_dtype")
     kwargs.setdefault("dtype", "auto" if dtype is None else dtype)
@@ -60,6 +62,8 @@ def load_base_model(
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"{name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}.")
+    if rows is not None:
+        resize_embeddings(model, rows)
     protect_quantized_layers(model)
     return model
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agilerl.errors import ConfigError, ModelError
+from agilerl.models.embeddings import check_token_rows
 from agilerl.models.head import unwrap
 from agilerl.models.quantization import is_quantized, protect_quantized_layers
 from agilerl.models.targets import adapt_lora_config_for_model, check_targets, leaf_names
@@ -81,6 +82,7 @@ def attach_lora(
         raise ModelError("The model has adapters already; pass the PeftModel without a lora_config, or merge it first.")
     config = adapt_lora_config_for_model(model, lora_config, scope)
     check_targets(model, config)
+    check_token_rows(model, config)
     protect_quantized_layers(model)
     if untie_for(model, config):
         _LOG.info("The head was tied to the input embedding; it got its own weight, so that the adapter can be merged.")

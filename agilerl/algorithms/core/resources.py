@@ -18,6 +18,7 @@ from agilerl.models import moe
 from agilerl.models.accelerate import accelerate
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, resolve_name
+from agilerl.models.embeddings import embedding_rows
 from agilerl.models.head import Head, find_head, unwrap
 from agilerl.models.lora import adopt_adapter, attach_lora, config_differences
 from agilerl.models.segments import Packer, choose_packer
@@ -163,6 +164,7 @@ def _identity(network: nn.Module, runtime: Runtime, name: str | None) -> dict[st
         "name_or_path": name or getattr(inner.config, "_name_or_path", ""),
         "fingerprint": base_fingerprint(runtime.readable(inner)),
         "dtype": str(inner.dtype).removeprefix("torch."),
+        "embedding_rows": embedding_rows(inner),
     }
 
 

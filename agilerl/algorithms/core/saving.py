@@ -19,6 +19,7 @@ from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.checkpoint import AdapterContent, CheckpointContent, FullModel, same_base
 from agilerl.distributed import Runtime
 from agilerl.errors import CheckpointError
+from agilerl.models.embeddings import stored_rows
 from agilerl.models.head import unwrap
 from agilerl.models.lora import config_differences
 from agilerl.optim import CosineLRScheduleConfig
@@ -186,6 +187,9 @@ def constructor_arguments(content: CheckpointContent, path: Path) -> dict[str, A
     dtype = content.base.get("dtype")
     if dtype is not None:
         arguments["model_config"] = {"dtype": dtype, **(arguments.get("model_config") or {})}
+    rows, stored = content.base.get("embedding_rows"), stored_rows(arguments["model_name"])
+    if content.full_model is None and rows is not None and stored is not None and stored < rows:
+        arguments["model_config"] = {"embedding_rows": rows, **(arguments.get("model_config") or {})}  # added tokens
     return arguments
 
 
