@@ -52,7 +52,7 @@ def torchrun_arguments(
         )
     if nodes > 1 and (master is None or ":" not in master):
         raise ConfigError(f"With {nodes} machines, --master host:port of machine 0 is needed; found {master!r}.")
-    where = ["--standalone"]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port of this machine
     if nodes > 1:
         host, _, port = str(master).rpartition(":")
         where = ["--nnodes", str(nodes), "--node-rank", str(node_rank), "--master-addr", host, "--master-port", port]

