@@ -13,7 +13,7 @@ __all__ = ["has", "require"]
 
 def has(package: str) -> bool:
     """Whether ``package`` is installed; looks without importing it."""
-    return importlib.util.find_spec(package) is not None
+    return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
 def require(package: str, extra: str, purpose: str) -> ModuleType:
@@ -28,5 +28,5 @@ def require(package: str, extra: str, purpose: str) -> ModuleType:
         MissingExtraError: The package is not installed.
     """
     if not has(package):
-        raise MissingExtraError(f"{purpose} needs the package '{package}': pip install 'agilerl[{extra}]'")
+        raise MissingExtraError(f"{purpose} needs the package '{package.partition('.')[0]}': pip install 'agilerl[{extra}]'")
     return importlib.import_module(package)

@@ -15,6 +15,7 @@ from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.algorithms.core.token_objective import TokenObjective
 from agilerl.data.collate import samples_of
 from agilerl.distributed import FSDPConfig
+from agilerl.losses import choose_loss
 from agilerl.models.segments import Sample
 from agilerl.optim import CosineLRScheduleConfig
 from agilerl.typing import SFTPrompts
@@ -153,7 +154,8 @@ class SFT(LLMAlgorithm):
         return self._append_fitness(-sums.mean("loss", "weight"))
 
     def _make_objective(self) -> TokenObjective:
-        return TokenObjective(self._resources.head, self._resources.packer, self._settings.chunk_rows)
+        loss = choose_loss(self._settings.use_liger_loss, self._runtime.device)
+        return TokenObjective(self._resources.head, self._resources.packer, self._settings.chunk_rows, loss)
 
     def _rows(self, batch: SFTPrompts) -> list[Sample]:
         return [Sample(ids, weights) for ids, weights in samples_of(batch)]

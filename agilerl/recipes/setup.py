@@ -138,6 +138,7 @@ def build_agents(
         for name, value in section.model_dump().items()
         if name not in ("schedule", "warmup_proportion", "min_lr_ratio")
     }
+    settings["use_liger_loss"] &= device.startswith("cuda")  # nobody has to be told that a CPU has no such kernel
     network = _network(config.model, device)
     quantization = build_bnb_quantization_config(config.model.quantization)
     shared: dict[str, Any] = {

@@ -670,13 +670,21 @@ class LLMAlgorithm(EvolvableAlgorithm):
         self._runtime.load_optimizer(self.actor, self._torch_optimizer, content.optimizer)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu", accelerator: Any = None) -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str | torch.device = "cpu",
+        accelerator: Any = None,
+        *,
+        model_name: str | None = None,
+    ) -> Self:
         """Rebuild an agent from a checkpoint alone; the base model is found by its name or path.
 
         Args:
             path: Folder that `save_checkpoint` wrote.
             device: Device to load the agent on.
             accelerator: Must be None: ranks come from torchrun.
+            model_name: Where the base model is now, if it has moved; it must be the same one.
 
         Raises:
             CheckpointError: It is another algorithm's checkpoint, or its base model cannot be found.
@@ -688,8 +696,15 @@ class LLMAlgorithm(EvolvableAlgorithm):
             raise CheckpointError(
                 f"{path} is a checkpoint of {content.algorithm}; build a {cls.__name__} and call load_checkpoint on it."
             )
+        if model_name is not None:
+            content.settings["model_name"] = model_name
         kwargs = saving.constructor_arguments(content, Path(path))
-        agent = cls(device=device, **kwargs)
+        try:
+            agent = cls(device=device, **kwargs)
+        except ModelError as error:
+            raise CheckpointError(
+                f"The base model of {path} cannot be loaded: {error} If it has moved, say where it is with model_name."
+            ) from error
         agent.load_checkpoint(path, load_optimizer=content.optimizer is not None)
         agent.tokenizer = content.tokenizer
         return agent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agilerl.distributed import Runtime
-from agilerl.losses import linear_cross_entropy
+from agilerl.losses import TokenSum, linear_cross_entropy
 from agilerl.models.head import Head, final_hidden_states
 from agilerl.models.segments import MicroBatch, Packer, Sample
 
@@ -25,11 +25,13 @@ class TokenObjective:
         head: The model's head.
         packer: How rows become micro-batches.
         chunk_rows: Rows of one tile of logits; None derives it from the vocabulary.
+        cross_entropy: The loss, with the interface of `linear_cross_entropy`.
     """
 
     head: Head
     packer: Packer
     chunk_rows: int | None = None
+    cross_entropy: Callable[..., TokenSum] = linear_cross_entropy
 
     def units(self, rows: Sequence[Sample]) -> dict[str, float]:
         """Weights, trained tokens, real tokens and rows."""
@@ -68,6 +70,6 @@ class TokenObjective:
         """Share of the mean loss that this micro-batch makes up; reports the NLL sum and the cells computed."""
         hidden = final_hidden_states(model, micro.inputs)  # [B, L, H]
         hidden = hidden.flatten(0, 1).index_select(0, micro.predict_from)  # [N, H]
-        nll = linear_cross_entropy(hidden, self.head, micro.targets, micro.weights, chunk_rows=self.chunk_rows)
+        nll = self.cross_entropy(hidden, self.head, micro.targets, micro.weights, chunk_rows=self.chunk_rows)
         cells = torch.tensor(float(micro.num_cells if micro.num_rows else 0), device=nll.total.device)
         return nll.total / units["weight"], {"loss": nll.total.detach(), "cells": cells}
