@@ -11,6 +11,7 @@ from typing import Any
 from agilerl.checkpoint import read_checkpoint
 from agilerl.errors import CheckpointError, ModelError
 from agilerl.models import load_base_model, load_tokenizer
+from agilerl.models.embeddings import stored_rows
 
 __all__ = ["OpenModel", "load_adapter", "open_model"]
 
@@ -100,12 +101,21 @@ def _open_adapter(adapter: Path, folder: Path, base: str | None, arguments: dict
     if not name:
         raise ModelError(f"The adapter in {adapter} does not say which model it belongs to; give it with --base.")
     try:
-        model = load_base_model(name, model_config=arguments)
+        model = load_base_model(name, model_config=arguments | _added_rows(folder, name))
     except ModelError as error:
         hint = "" if base else " If it was moved, give its place with --base."
         raise ModelError(f"The base model of {folder} cannot be loaded: {error}{hint}") from None
     tokenizer = _tokenizer_in(folder) or _tokenizer_in(adapter) or load_tokenizer(name)
     return OpenModel(load_adapter(model, adapter), tokenizer, "adapter", str(name))
+
+
+def _added_rows(folder: Path, name: str) -> dict[str, Any]:
+    """Rows of the embedding that training grew for added tokens, where a checkpoint of ours tells of any."""
+    if not (folder / "attributes.pt").is_file():
+        return {}
+    rows = read_checkpoint(folder, need_optimizer=False, need_tokenizer=False).base.get("embedding_rows")
+    stored = stored_rows(name)
+    return {"embedding_rows": rows} if rows and stored and rows > stored else {}
 
 
 def _open_plain(name: str, arguments: dict[str, Any], kind: str, tokenizer: Any) -> OpenModel:
