@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from agilerl.config import load_config
 from agilerl.metrics.sinks import CSVSink
 
 
@@ -139,9 +140,10 @@ def test_evolution_prints_lineage_and_winning_settings(sft, tmp_path):
     )
     assert code == 0, err
     assert "Settings of the best member" in out
-    start = out.index("sft:\n")
-    winner = yaml.safe_load(out[start : out.index("\n", out.index("  lr:", start))])
-    assert 5e-6 <= float(winner["sft"]["lr"]) <= 5e-4
+    winner = load_config(tmp_path / "out" / "winner.yaml").config
+    assert f"  sft.lr: {winner.sft.lr:.6g}" in out
+    assert 5e-6 <= winner.sft.lr <= 5e-4
+    assert winner.evolution.population_size == 1
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
