@@ -148,7 +148,9 @@ class RowTokenizer:
     def _without_eos(self, text: str) -> str:
         """Drop an EOS that the text spells at its end, so that exactly one id ends the row."""
         eos = self.encoder.eos_text
-        while eos and text.rstrip().endswith(eos):
+        if not eos or eos not in text:
+            return text
+        while text.rstrip().endswith(eos):
             text = text.rstrip()[: -len(eos)]
         return text
 
