@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import math
+import signal
 
 import pytest
 import torch
@@ -252,3 +253,30 @@ def test_an_unwritable_folder_is_told_before_training(tmp_path):
     with pytest.raises(OSError, match="file"):
         train([agent], make_env(train=8), checkpoints=True, checkpoint_path=tmp_path / "file")
     assert agent.steps == 0
+
+
+def test_a_signal_in_the_final_evaluation_is_heard_between_batches_and_nothing_is_lost(tmp_path):
+    def run(env, **kwargs):
+        return train(
+            [make_agent()], env, checkpoints=True, checkpoint_path=tmp_path, evaluation_interval=None, **kwargs
+        )
+
+    env, read = make_env(train=16, test=8, batch=2), []
+    batches = env.test_batches
+
+    def interrupted(*args, **kwargs):
+        for batch in batches(*args, **kwargs):
+            read.append(1)
+            if len(read) == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    env.test_batches = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(env)
+    assert len(read) == 1  # the other three batches were not waited for
+    pop, fitness, recorder = run(make_env(train=16, test=8, batch=2), resume=True)
+    assert not recorder.of("train")
+    assert pop[0].fitness == fitness
+    straight = make_agent()
+    assert train([straight], make_env(train=16, test=8, batch=2), evaluation_interval=None)[1] == fitness

@@ -188,17 +188,18 @@ class StopAt:
         pass
 
 
-@pytest.mark.parametrize("stop_after", [7, 16, 23])
-def test_a_resumed_population_goes_on_as_if_nothing_had_happened(tmp_path, stop_after):
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
+def test_a_resumed_population_goes_on_as_if_nothing_had_happened(tmp_path, share):
     def run(folder, **kwargs):
         # Everything fresh, as in a new process.
         pop = make_population(3, dropout=0.1)
         chosen = {"checkpoints": True, "checkpoint_path": tmp_path / folder, "checkpoint_steps": 16, "num_epochs": 2}
         return evolve(pop, make_env(train=30), **(chosen | kwargs))
 
-    straight, fitness = run("straight")
+    counter = StopAt(-1)  # never stops
+    straight, fitness = run("straight", sinks=[counter])
     with pytest.raises(KeyboardInterrupt):
-        run("cut", sinks=[StopAt(stop_after)])
+        run("cut", sinks=[StopAt(int(share * -(counter.left + 1)))])
     resumed, again = run("cut", resume=True)
     assert again == fitness
     for one, other in zip(straight, resumed, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 from agilerl.metrics import Sink
 from agilerl.training.llm.checkpointing import fittest
+from agilerl.training.llm.evaluation import EvaluationStopped
 from agilerl.training.llm.feeding import settle
 from agilerl.training.llm.options import Options, check_population, warn_about_init_hp
 from agilerl.training.llm.run import Run
@@ -139,7 +140,10 @@ def _train(run: Run) -> None:
         if not run.is_spent:
             _between_iterations(run)
         run.stop_if_asked()
-    run.evaluation.measure(run.trainees, run.iteration, everything=True)
+    try:
+        run.evaluation.measure(run.trainees, run.iteration, everything=True)
+    except EvaluationStopped:
+        run.stop_if_asked()  # saves; a resumed run has nothing left but this evaluation
     if run.is_finished:
         return  # a finished run was resumed without a larger budget: all is on the disk already
     run.is_finished = True

@@ -51,14 +51,24 @@ def open_run(
         if options.evo_steps is not None:
             lineage = None if options.folder is None else options.folder / LINEAGE_FILE
             evolution = Evolution(selection, mutation, options.evo_steps, log, lineage)
+        keeper = stack.enter_context(closing(Keeper(options, is_main=runtime.is_main)))
+        stop = stack.enter_context(stop_signals())
+        # Several ranks would have to agree between batches, which costs more than it is worth: they read to the end.
+        evaluation = Evaluation(
+            env,
+            options.evaluation_interval,
+            batches,
+            log,
+            should_stop=lambda: stop.requested is not None and runtime.world_size == 1,
+        )
         yield Run(
             options=options,
             runtime=runtime,
             budget=budget,
             trainees=[Trainee.begin(agent, reader, env) for agent, reader in zip(pop, readers, strict=True)],
-            evaluation=Evaluation(env, options.evaluation_interval, batches, log),
+            evaluation=evaluation,
             evolution=evolution,
             log=log,
-            keeper=stack.enter_context(closing(Keeper(options, is_main=runtime.is_main))),
-            stop=stack.enter_context(stop_signals()),
+            keeper=keeper,
+            stop=stop,
         )
