@@ -250,6 +250,10 @@ def check_scenarios(_: Path) -> Any:
     }
 
 
+def check_dpo(_: Path) -> Any:
+    return {layout: scenarios.run_dpo(layout) for layout in ("ddp", "fsdp")}
+
+
 def check_grids(_: Path) -> Any:
     """Four ranks: replicas of shards, and matrices split as well."""
     found = {}
@@ -270,6 +274,7 @@ TWO = (
     "replicas_start_from_rank_0",
     "non_finite_raises_everywhere",
     "scenarios",
+    "dpo",
     "skeleton",
     "skeleton_full",
     "save_fsdp",

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from agilerl.algorithms.dpo import DPO
 from agilerl.algorithms.sft import SFT
 from agilerl.distributed import FSDPConfig, get_rank, get_world_size
 from tests.helpers import tiny_model
@@ -87,7 +88,7 @@ def stir(agent: SFT) -> None:
             agent.runtime.copy_into(parameter, value.to(parameter.dtype))
 
 
-def trained(agent: SFT) -> dict[str, Tensor]:
+def trained(agent: SFT | DPO) -> dict[str, Tensor]:
     """Whole trainable tensors on rank 0."""
     return agent.runtime.collect({n: p for n, p in agent.actor.named_parameters() if p.requires_grad})
 
@@ -135,6 +136,40 @@ def run_scenario(scenario: str, layout: str) -> Run:
         fields = fields | (SINGLE if settings.get("dtype") == "float32" else PRECISE)
     agent = make_agent(fsdp=fields, **settings)
     run = train(agent)
+    agent.clean_up()
+    return run
+
+
+def pairs_of(rows: list[tuple[Tensor, int]], rank: int, world: int) -> dict[str, Any]:
+    """This rank's share of pairs: each row is the chosen answer, the rejected one its reversal."""
+    chosen = batch_of(rows, rank, world)
+    turned = [(torch.cat([ids[:prompt], ids[prompt:].flip(0), ids[:1]]), prompt) for ids, prompt in rows]
+    rejected = batch_of(turned, rank, world)
+    sides = {"chosen": chosen, "rejected": rejected}
+    return {"prompt_lengths": chosen["prompt_lengths"]} | {
+        f"{side}_{name}": batch[name] for side, batch in sides.items() for name in ("input_ids", "attention_mask")
+    }
+
+
+def run_dpo(layout: str) -> Run:
+    """Preference optimisation on the present ranks; a norm that computes in float64 shows shared prompts exactly."""
+    fields = LAYOUTS[layout]
+    agent = DPO(
+        0,
+        "<pad>",
+        actor_network=tiny_model("phi", seed=0, dtype=torch.float64),
+        lora_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]),
+        fsdp_config=FSDPConfig(**fields, **PRECISE) if fields is not None else None,
+        lr=1e-2,
+        batch_size=8,
+        micro_batch_size_per_gpu=2,
+        max_grad_norm=0.5,
+    )
+    metrics = []
+    for rows in global_batches():
+        got = agent.learn(pairs_of(rows, agent.runtime.dp_rank, agent.runtime.dp_size))
+        metrics.append([got[name] for name in ("loss", "grad_norm", "tokens", "reward_margin", "accuracy")])
+    run = {"metrics": metrics, "weights": trained(agent)}
     agent.clean_up()
     return run
 

@@ -24,6 +24,11 @@ def test_two_ranks_equal_one(two: Ranks, alone: dict, scenario: str, layout: str
     assert_same_run(two.value("scenarios")[f"{scenario}/{layout}"], alone[scenario], tolerance)
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_preference_optimisation_on_two_ranks_equals_one(two: Ranks, layout: str) -> None:
+    assert_same_run(two.value("dpo")[layout], scenarios.run_dpo("ddp"), EXACT)
+
+
 def test_collectives(two: Ranks) -> None:
     for rank in range(2):
         assert two.value("collectives", rank) == {
