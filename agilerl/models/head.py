@@ -178,6 +178,11 @@ def _candidate_maps(config: Any) -> Iterator[tuple[float, float | None]]:
 def _find_route(base: PreTrainedModel, head: Head, inputs: Mapping[str, Tensor]) -> Route:
     """Which way to the final hidden states gives what the model itself puts into its head."""
     truth, logits = _capture(base, head.module, inputs)
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"The logits of {type(base).__name__} are not finite on a few plain tokens: some of its weights are damaged, "
+            "or overflow in its type."
+        )
     if not _close(head.logits(truth), logits):
         raise ModelError(f"The head found for {type(base).__name__} does not reproduce the model's own logits.")
     routes: tuple[Route, ...] = ("backbone", "decoder", "head_input")

@@ -196,3 +196,11 @@ def test_a_model_without_a_language_head_is_refused() -> None:
     backbone = tiny_model("llama").model
     with pytest.raises(ModelError, match="LlamaModel has no language-model head"):
         find_head(backbone)
+
+
+def test_weights_that_are_not_finite_are_named_as_such() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ModelError, match="not finite"):
+        find_head(model)
