@@ -1,0 +1,104 @@
+"""The same command on one process and on two: the same adapters, the same lineage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agilerl.cli import main
+from tests.distributed.launch import ROOT
+from tests.helpers import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A tiny model, 37 uneven rows, and the words of a run on them."""
+    folder = tmp_path_factory.mktemp("job")
+    tokenizer = tiny_tokenizer(all_bytes=True)
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for split, count in (("train", 37), ("test", 9)):
+        rows = [
+            {"prompt": f"say {'abc' * (1 + i % 4)} in {split}", "response": f"{'xy' * (1 + i % 5)} {i}"}
+            for i in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [
+        f"model.name={folder / 'model'}",
+        "model.device=cpu",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.test={folder / 'test.jsonl'}",
+        "data.data_batch_size_per_gpu=4",
+        "sft.batch_size=8",
+        "sft.lr=1e-3",
+        "lora.rank=4",
+        "evaluation.exact_match=false",
+    ]
+    return folder, words
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """``agilerl`` in a process of its own."""
+    command = [sys.executable, "-m", "agilerl", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+def lineage(folder: Path) -> list[dict[str, Any]]:
+    """Who came from whom and what was changed; fitness is equal to rounding only."""
+    rows = [json.loads(line) for line in (folder / "lineage.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "fitness"} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evolving", [False, True])
+def test_two_processes_give_the_result_of_one(job: tuple[Path, list[str]], evolving: bool) -> None:
+    folder, words = job
+    if evolving:
+        words = [*words, "evolution.population_size=3", "evolution.evo_steps=2", "training.epochs=2"]
+    outputs = [folder / f"out{number}_{evolving}" for number in (1, 2)]
+    one = run(["sft", *words, f"output.path={outputs[0]}"])
+    two = run(["launch", "--procs", "2", "sft", *words, f"output.path={outputs[1]}"])
+    assert one.returncode == 0, one.stderr
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("Saved to") == 1  # rank 0 speaks alone
+    mine, theirs = (load_file(output / "adapter_model.safetensors") for output in outputs)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert torch.allclose(tensor, theirs[name], atol=1e-5), name
+    if evolving:
+        assert lineage(outputs[0]) == lineage(outputs[1])
+        assert lineage(outputs[0])
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_a_launch_with_its_sentence_and_code(job: tuple[Path, list[str]]) -> None:
+    _, words = job
+    ended = run(["launch", "--procs", "2", "sft", *words, "sft.batch_size=7", "output.path=unused"])
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert "7" in ended.stderr
+
+
+def test_plan_reads_settings_only(job: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = job
+    arguments = ["plan", *words, "--tflops", "0.001", "--json"]
+    assert main([*arguments, "--memory", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["peak_mib"] == pytest.approx(sum(found["parts_mib"].values()), abs=1.0)
+    assert found["step_seconds"] > 0
+    assert main([*arguments, "--memory", "0.001"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"]
+    assert found["advice"]
+    assert main([*arguments, "--procs", "2", "fsdp.enabled=true", "--memory", "4"]) == 0
+    assert "gathered" in json.loads(capsys.readouterr().out)["parts_mib"]
