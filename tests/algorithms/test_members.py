@@ -592,6 +592,14 @@ def test_a_clone_is_identical_and_independent(lora):
     assert agent.clone().index == agent.index
 
 
+def test_a_full_fine_tune_says_that_its_clone_is_a_copy(caplog, monkeypatch):
+    monkeypatch.setattr("agilerl.algorithms.core.llm._told", set())
+    make_agent().clone()
+    assert not caplog.text
+    make_agent(lora=False).clone()
+    assert "copies the whole network" in caplog.text
+
+
 def test_clones_share_the_frozen_base_and_own_the_rest():
     agent = make_agent()
     twins = SFT.population(

@@ -81,6 +81,24 @@ def test_all_parameter_groups_keep_their_own_part():
     assert after == [(count, decay, pytest.approx(4 * lr)) for count, decay, lr in before]
 
 
+def test_mutated_groups_survive_saving(tmp_path):
+    def agent():
+        return make_agent(lr=1e-4, lora_plus_ratio=4.0, weight_decay=0.1)
+
+    first, second = agent(), agent()
+    first.learn(batch())
+    mutated(first, "lr", 1e-4, 4e-4)
+    first.learn(batch())
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path, load_optimizer=True)
+    for one in (first, second):
+        one.learn(batch())
+    rates = [[group["lr"] for group in one.optimizer.optimizer.param_groups] for one in (first, second)]
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) == 2
+    assert torch.equal(weights(first), weights(second))
+
+
 def test_batch_size():
     agent = make_agent(batch_size=4)
     mutated(agent, "batch_size", 4, 10)

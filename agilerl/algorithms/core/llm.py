@@ -475,6 +475,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
             wrap: Kept for callers that pass it; a clone is wrapped exactly where its parent is.
         """
         del wrap
+        if self._resources.adapters is None:
+            _warn_once("clone() of a full fine-tune copies the whole network and its moments; LoRA agents share their base.")
         twin = object.__new__(type(self))
         object.__setattr__(twin, "_state", self._state.copy())
         twin.registry = saving.copy_registry(self.registry)
