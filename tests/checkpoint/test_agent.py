@@ -108,6 +108,20 @@ def test_another_base_model_is_refused(saved: tuple[Path, SFT], tmp_path: Path) 
         make(tmp_path / "other", lora()).load_checkpoint(saved[0])
 
 
+def test_a_base_model_that_was_moved_is_given_by_name(tmp_path: Path) -> None:
+    for name, seed in (("base", 0), ("other", 9)):
+        tiny_model("llama", seed=seed).save_pretrained(tmp_path / name)
+    agent = make(tmp_path / "base", lora())
+    agent.save_checkpoint(tmp_path / "out")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="say where it is with model_name"):
+        SFT.load(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="another base model"):
+        SFT.load(tmp_path / "out", model_name=str(tmp_path / "other"))
+    loaded = SFT.load(tmp_path / "out", model_name=str(tmp_path / "moved"))
+    assert torch.equal(logits(loaded.actor), logits(agent.actor))
+
+
 @pytest.mark.parametrize("harm", ["rename", "drop", "reshape"])
 def test_tensors_must_be_the_same(base: Path, tmp_path: Path, harm: str) -> None:
     agent = make(base, lora())

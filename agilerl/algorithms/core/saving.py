@@ -208,6 +208,7 @@ def _peft_config(fields: Mapping[str, Any], *, training: bool = False) -> PeftCo
     config = PeftConfig.from_peft_type(**fields)
     if training:
         config.inference_mode = False
+        config.base_model_name_or_path = None  # PEFT fills in where the base is now, and warns about another name
     return config
 
 
