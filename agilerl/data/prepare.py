@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -102,6 +103,9 @@ def _prepare(
         raise DataError(f"bad_rows is {bad_rows!r}; it must be 'raise' or 'skip'.")
     writers = [StoreWriter(folder) for folder in folders]
     kept_rows = 0
+    # Rows hold no cycles, and the collector would walk the whole heap over and over while they come and go.
+    is_collecting = gc.isenabled()
+    gc.disable()
     try:
         for chunk in _chunks(rows):
             report.rows_in += len(chunk)
@@ -114,6 +118,8 @@ def _prepare(
                 raise bad_rows_error(report)
         stores = tuple(writer.finish() for writer in writers)
     finally:
+        if is_collecting:
+            gc.enable()
         for writer in writers:
             writer.close()
     report.rows_kept = kept_rows
