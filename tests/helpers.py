@@ -7,16 +7,24 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 __all__ = [
     "CHATML",
     "FAMILIES",
     "TINY_VOCAB",
+    "VISION_FAMILIES",
     "random_rows",
     "tiny_config",
     "tiny_model",
     "tiny_tokenizer",
+    "tiny_vision_model",
 ]
 
 TINY_VOCAB = 128
@@ -272,3 +280,71 @@ def random_rows(lengths: list[int], *, seed: int = 0, vocab: int = TINY_VOCAB) -
     """Rows of random ids (3 and up: no special ones), one per length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(6, vocab, (length,), generator=generator) for length in lengths]
+
+
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "smolvlm", "idefics3", "llava")
+"""Vision-language models of `tiny_vision_model`."""
+
+_IMAGE_ID = 120
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "in_channels": 3,
+}  # fmt: skip
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+def tiny_vision_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, spread: float | None = 0.3
+) -> PreTrainedModel:
+    """A tiny vision-language model with random weights, in eval mode. Token 120 stands for an image.
+
+    Args:
+        family: One of `VISION_FAMILIES`.
+        seed: Seed of the weights.
+        dtype: Type of all floating parameters and buffers.
+        spread: Standard deviation of every matrix; None keeps the family's own initialisation.
+    """
+    if family.startswith("qwen2"):
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+        own = (
+            {"embed_dim": 32, "mlp_ratio": 2}
+            if family == "qwen2_vl"
+            else {"intermediate_size": 48, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [0]}
+        )
+        config = AutoConfig.for_model(
+            family,
+            text_config=_COMMON | {"rope_parameters": rope},
+            vision_config=_QWEN_VISION | own,
+            image_token_id=_IMAGE_ID,
+            video_token_id=121,
+            vision_start_token_id=122,
+            vision_end_token_id=123,
+        )
+    elif family == "llava":
+        config = AutoConfig.for_model(
+            family,
+            vision_config=_TOWER | {"model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32},
+            text_config=_COMMON | {"model_type": "llama"},
+            image_token_index=_IMAGE_ID,
+            image_token_id=_IMAGE_ID,
+            image_seq_length=4,
+        )
+    else:
+        config = AutoConfig.for_model(
+            family,
+            vision_config=_TOWER,
+            text_config=_COMMON | {"model_type": "llama"},
+            image_token_id=_IMAGE_ID,
+            scale_factor=2,
+            pad_token_id=0,
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters() if spread is not None else ():
+            if parameter.ndim >= 2:
+                parameter.data.normal_(0.0, spread)
+    return model.to(dtype).eval()

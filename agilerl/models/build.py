@@ -9,7 +9,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from agilerl.errors import ModelError
 from agilerl.models import presets
@@ -30,7 +41,7 @@ def load_base_model(
     quantization_config: Any = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM by preset, folder or Hub name.
+    """Load a causal LM, or a vision-language model, by preset, folder or Hub name.
 
     Args:
         name: ``"smollm2-135m"`` and other presets, a local folder, or a name on the Hub.
@@ -55,7 +66,7 @@ def load_base_model(
     if not Path(path).is_dir():
         kwargs = {**(where := hub_arguments()), "adapter_kwargs": where, **kwargs}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+        loaded: Any = _loader(path, kwargs).from_pretrained(path, output_loading_info=True, **kwargs)
     except _FAILURES as error:
         raise ModelError(_loading_problem("model", name, path, error)) from None
     model, report = loaded
@@ -66,6 +77,23 @@ def load_base_model(
         resize_embeddings(model, rows)
     protect_quantized_layers(model)
     return model
+
+
+_LOOK_UP = ("trust_remote_code", "revision", "code_revision", "cache_dir", "local_files_only", "token", "subfolder")
+
+
+def _loader(path: str, kwargs: dict[str, Any]) -> Any:
+    """The auto class of what is stored there: a vision-language model keeps its vision tower."""
+    config = kwargs.get("config")
+    if config is None or isinstance(config, str):
+        where = {name: kwargs[name] for name in _LOOK_UP if name in kwargs}
+        config = AutoConfig.from_pretrained(config or path, **where)
+    kind = config.model_type
+    takes_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    is_text_only = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(
+        kind
+    ) not in (config.architectures or ())
+    return AutoModelForImageTextToText if takes_images and not is_text_only else AutoModelForCausalLM
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

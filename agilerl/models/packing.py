@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from agilerl.errors import ConfigError, DataError
 from agilerl.models.attention import Segments, attend
+from agilerl.models.extras import PLAIN_INPUTS, join_extras
 from agilerl.models.forms import fast_forms
 from agilerl.models.microbatch import MicroBatch, Sample, plan_packed, plan_padded
 
@@ -108,11 +109,16 @@ class Packer:
 
     def running(self, model: nn.Module, micro: MicroBatch) -> AbstractContextManager[object]:
         """Wrap the forward and the backward pass of `micro`: the model attends within samples meanwhile."""
-        if self.path == "packed":
+        if self.path == "packed" and micro.lengths:
             return _running_packed(attention_configs(model), micro)
         return fast_forms()
 
     def _collate(self, samples: list[Sample], device: torch.device, num_rows: int) -> MicroBatch:
+        extras = {name for sample in samples for name in sample.extra or {}}
+        if self.path != "padded" and extras - PLAIN_INPUTS:
+            # Such inputs come with positions or masks of the model's own making, which a packed row cannot have.
+            padded = replace(self, path="padded", with_positions=False, masks_padding=True)
+            return padded._collate(samples, device, num_rows)
         lengths = [len(sample.ids) for sample in samples]
         total = sum(lengths)
         width = max(lengths) if self.path == "padded" else 0
@@ -131,13 +137,13 @@ class Packer:
             return torch.zeros(num_cells, dtype=values.dtype).index_copy_(0, cells, values).view(shape)
 
         inputs = {"input_ids": spread(ids)}
-        if width and self.masks_padding:
+        if width and (self.masks_padding or extras):
             inputs["attention_mask"] = spread(torch.ones(total, dtype=torch.long))
         elif width:
             inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
-        if self.with_positions:
+        if self.with_positions and (not width or not extras):  # with images, a padded row's positions are the model's
             inputs["position_ids"] = torch.arange(width).expand(shape) if width else positions.view(shape)
-        inputs.update(_extras(samples, lengths, spread))
+        inputs.update(join_extras(samples, lengths, spread))
         return MicroBatch(
             inputs={name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()},
             predict_from=(cells[chosen] - 1).to(device, non_blocking=True),
@@ -149,17 +155,3 @@ class Packer:
             num_cells=num_cells,
             lengths=() if width else tuple(lengths),
         )
-
-
-def _extras(samples: list[Sample], lengths: list[int], spread: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Join the further inputs of the rows: token-wise ones like the ids, all others one after another."""
-    names = dict.fromkeys(name for sample in samples for name in sample.extra or {})
-    joined: dict[str, Tensor] = {}
-    for name in names:
-        held = [(sample.extra or {}).get(name) for sample in samples]
-        values = [value.cpu() for value in held if value is not None]
-        token_wise = all(v.ndim == 1 and len(v) == n for v, n in zip(values, lengths, strict=False))
-        if token_wise and len(values) != len(samples):
-            raise DataError(f"The input {name!r} is missing in some rows; give it for every row or for none.")
-        joined[name] = spread(torch.cat(values)) if token_wise else torch.cat(values)
-    return joined

@@ -89,7 +89,8 @@ def _keeps_apart(model: Any, packer: Packer, num_layers: int) -> str | None:
             return [row[: len(sample.ids)] for row, sample in zip(hidden, samples, strict=True)]
         return list(hidden[0].split([len(sample.ids) for sample in samples]))
 
-    alone = replace(packer, path="padded")
+    # A model that takes more than text has positions of its own, which those handed over must reproduce.
+    alone = replace(packer, path="padded", with_positions=packer.with_positions and not _takes_more_than_text(model))
     together, swapped = run(packer, first, second), run(packer, other, second)
     for found, sample in zip(together, (first, second), strict=True):
         if not _same(found, run(alone, sample)[0]):
@@ -115,13 +116,16 @@ def _takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(getattr(inner, "base_model", inner).forward).parameters
 
 
+def _takes_more_than_text(model: Any) -> bool:
+    config = text_model(model).config
+    return config.get_text_config() is not config
+
+
 def _obstacle(model: Any, positions_from_mask: bool) -> str | None:
     """What forbids any path that relies on restarting positions, before anything is run."""
     inner = text_model(model)
     if not positions_from_mask:
         return "positions are not taken from the attention mask (calc_position_embeddings=False)"
-    if inner.config.get_text_config() is not inner.config:
-        return "the model takes more than text and derives positions by itself"
     if not _takes_positions(model):
         return "the model takes no position_ids"
     if getattr(inner, "_is_stateful", False):
@@ -148,6 +152,8 @@ def _probe(model: Any, base: Packer, obstacle: str | None) -> Packer:
 
 def _padded(model: Any, base: Packer) -> Packer:
     """Leave padding unmasked where real tokens do not see it: attention is faster, and no row is all masked."""
+    if _takes_more_than_text(model) and base.with_positions and _try(model, replace(base, path="padded")) is not None:
+        base = replace(base, with_positions=False)  # positions that do not simply count tokens are left to the model
     unmasked = replace(base, path="padded", masks_padding=False)
     return unmasked if _try(model, unmasked) is None else replace(base, path="padded")
 
@@ -165,16 +171,13 @@ def choose_packer(model: Any, *, positions_from_mask: bool = True, prefer: str |
     """
     if prefer is not None and prefer not in get_args(PackingPath):
         raise ConfigError(f"The path {prefer!r} is unknown; choose from {', '.join(get_args(PackingPath))}.")
-    inner = text_model(model)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     base = Packer(
         path="padded",
         reason="asked for",
         token_budget=default_token_budget(model),
         weight_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-        with_positions=positions_from_mask
-        and inner.config.get_text_config() is inner.config
-        and _takes_positions(model),
+        with_positions=positions_from_mask and _takes_positions(model),
     )
     if any(parameter.is_meta for parameter in model.parameters()):
         return replace(base, reason="the weights are not loaded yet, so the model cannot be probed")
