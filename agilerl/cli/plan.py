@@ -86,7 +86,7 @@ def _plan(config: RunConfig, procs: int, longest: int | None) -> tuple[Plan, Wor
             "agilerl plan does not know quantised models yet: set model.quantization=none for an upper bound."
         )
     device = pick_device(config.model.device)
-    network = hollow_model(
+    network: Any = hollow_model(
         resolve_name(config.model.name), lora_config(config.lora), trust_remote_code=config.model.trust_remote_code
     )
     sharding = fsdp_config(config)
@@ -110,23 +110,25 @@ def _workload(config: RunConfig, network: Any, device: str, ranks: int, longest:
     from agilerl.models.probe import default_token_budget
 
     section = config.sft
-    share, mean = 1.0, float(longest or 0)
-    if longest is None:
+    share = 1.0
+    if longest is not None:
+        top, mean = longest, float(longest)
+    else:
         from agilerl.models import load_tokenizer
         from agilerl.recipes.setup import build_env
 
         env = build_env(config, load_tokenizer(config.model.name), objective="sft")
         report = env.reports["train"]
-        longest, mean = env.longest, report.tokens / max(1, report.examples)
+        top, mean = env.longest, report.tokens / max(1, report.examples)
         share = report.trained_tokens / max(1, report.tokens)
     rows = section.mini_batch_size or math.ceil(section.batch_size / ranks)
     micro_rows = section.micro_batch_size_per_gpu
     if micro_rows is not None:
-        tokens = min(micro_rows, rows) * longest
+        tokens = min(micro_rows, rows) * top
     else:
         budget = default_token_budget(network, on_gpu=device.startswith("cuda"))
-        tokens = max(longest, min(budget, math.ceil(rows * mean)))
-    return Workload(tokens, max(1, int(tokens * share)), longest, step_tokens=math.ceil(rows * mean))
+        tokens = max(top, min(budget, math.ceil(rows * mean)))
+    return Workload(tokens, max(1, int(tokens * share)), top, step_tokens=math.ceil(rows * mean))
 
 
 def _memory_here(device: str, procs: int) -> float:

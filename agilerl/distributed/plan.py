@@ -201,7 +201,10 @@ def plan_of(
         if fsdp.offloads_optimizer:
             parts.pop("optimizer", None)
     total = counts.frozen + counts.trained
-    load = total * base if fsdp is None else (total * base + counts.outside * base) // layout.shards
+    kept_as = getattr(config, "dtype", None)
+    stored = kept_as.itemsize if isinstance(kept_as, torch.dtype) else base
+    converted = total * stored if stored != base else 0  # the file's own pages are in memory meanwhile
+    load = total * base + converted if fsdp is None else (total * base + counts.outside * base) // layout.shards
     forward = 2.0 * total * (workload.step_tokens or workload.tokens)
     backward = forward * (2 if is_full else 1) + (forward if gradient_checkpointing else 0)
     plan = Plan(parts, load, (forward + backward) / layout.tp)
