@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,8 @@ class DatasetEnv:
         test_share: With ``test_dataset=None``: the share of the train rows to hold out, by content, so that duplicates stay on
             one side; 0 for no test split.
         is_cached: Whether rows whose identity is known (files, ``datasets.Dataset``) are tokenised once for all runs.
+        processor: The model's processor, for rows with images: a column ``images`` (or ``image``), or image parts of messages,
+            as PIL images, paths or bytes. Batches then carry ``inputs``, the further model inputs of each row.
         stream_window: Rows of an ``IterableDataset`` that are read, tokenised and shuffled together. A stream that ends within
             one window is held like any other split; a longer one has no known length, so training needs ``max_steps``.
         options: How formats read rows: rendering of plain prompts, system turn, names of speakers.
@@ -89,6 +92,7 @@ class DatasetEnv:
         test_share: float | None = None,
         is_cached: bool = False,
         stream_window: int = 10_000,
+        processor: Any = None,
     ) -> None:
         settings = SplitSettings(
             objective=objective,
@@ -115,6 +119,7 @@ class DatasetEnv:
             test_share=test_share,
             is_cached=is_cached,
             stream_window=stream_window,
+            processor=processor,
         )
 
     @classmethod
@@ -141,6 +146,7 @@ class DatasetEnv:
         is_cached: bool = False,
         stream_window: int = 10_000,
         is_streamed: bool = False,
+        processor: Any = None,
     ) -> None:
         _check_ranks(rank, world_size)
         _check_count("data_batch_size_per_gpu", data_batch_size_per_gpu)
@@ -156,7 +162,7 @@ class DatasetEnv:
         self.max_context_length = settings.policy.max_length
         self.min_completion_length = settings.policy.min_response
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        builder = SplitBuilder(tokenizer, settings)
+        builder = SplitBuilder(tokenizer, settings, processor=processor)
         self._encoder = builder.encoder
         self.chat_template: str | None = builder.template.source if builder.template else None
         """Jinja text of the template in use where it is not the tokenizer's own; saved with the result."""
@@ -349,6 +355,15 @@ class DatasetEnv:
         if name not in ("train", "test"):
             raise DataError(f"There is no split {name!r}; the splits are 'train' and 'test'.")
         return self._train if name == "train" else self._test
+
+    @property
+    def tokenizer_with_template(self) -> Any:
+        """The tokenizer as a result should carry it: with the chat template in use. The caller's own stays as it was."""
+        if self.chat_template is None or self.chat_template == getattr(self.tokenizer, "chat_template", None):
+            return self.tokenizer
+        carrying = copy.copy(self.tokenizer)
+        carrying.chat_template = self.chat_template
+        return carrying
 
     def close(self) -> None:
         """Nothing is held open between batches; here for symmetry with other environments."""

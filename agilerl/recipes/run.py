@@ -85,7 +85,7 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
     tokenizer = load_tokenizer_for(config.model)
     env = build_env(config, tokenizer, objective=recipe.objective)
     report.data(env)
-    agents = build_agents(config, recipe.algorithm, getattr(config, recipe.name), tokenizer, env)
+    agents = build_agents(config, recipe.algorithm, getattr(config, recipe.name), env.tokenizer_with_template, env)
     report.agent(agents[0])
     if agents[0].runtime.is_main:
         write_aside(folder / CONFIG_FILE, description.loaded.to_yaml())

@@ -379,7 +379,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
                 f"loop must be a whole number of at least 1, or None for the whole test split; found {loop!r}."
             )
         if self.tokenizer is None:
-            self.tokenizer = getattr(env, "tokenizer", None)
+            self.tokenizer = getattr(env, "tokenizer_with_template", getattr(env, "tokenizer", None))
         sums = Sums()
         for batch in self._test_batches(env, loop):
             part = self._evaluate(batch)
@@ -476,7 +476,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """
         del wrap
         if self._resources.adapters is None:
-            _warn_once("clone() of a full fine-tune copies the whole network and its moments; LoRA agents share their base.")
+            _warn_once(
+                "clone() of a full fine-tune copies the whole network and its moments; LoRA agents share their base."
+            )
         twin = object.__new__(type(self))
         object.__setattr__(twin, "_state", self._state.copy())
         twin.registry = saving.copy_registry(self.registry)

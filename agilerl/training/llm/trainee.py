@@ -32,7 +32,7 @@ class Trainee:
     def begin(cls, agent: Any, reader: Reader, env: Any) -> Trainee:
         """Return an agent at the beginning of a run; it takes the env's tokenizer (to save it) if it has none."""
         if getattr(agent, "tokenizer", None) is None:
-            agent.tokenizer = getattr(env, "tokenizer", None)
+            agent.tokenizer = getattr(env, "tokenizer_with_template", getattr(env, "tokenizer", None))
         return cls(agent, reader, first_epoch=reader.epoch)
 
     @property
