@@ -155,7 +155,7 @@ def _speed_here(device: str) -> float:
     right = torch.randn(size, size, device=device, dtype=dtype)
     done, began = 0, time.perf_counter()
     while time.perf_counter() - began < 0.3:
-        left @ right
+        torch.mm(left, right)
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         done += 1

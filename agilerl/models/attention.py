@@ -81,8 +81,8 @@ class Segments:
             else:
                 trunk, first = start + branch[0], start + branch[1]
                 yield q[:, :, start:first], k[:, :, start:first], v[:, :, start:first]
-                seen = [torch.cat([t[:, :, start:trunk], t[:, :, first:end]], 2) for t in (k, v)]
-                yield q[:, :, first:end], *seen
+                seen_k, seen_v = (torch.cat([t[:, :, start:trunk], t[:, :, first:end]], 2) for t in (k, v))
+                yield q[:, :, first:end], seen_k, seen_v
             start = end
 
     def starts(self, device: torch.device) -> Tensor:
