@@ -28,5 +28,7 @@ def require(package: str, extra: str, purpose: str) -> ModuleType:
         MissingExtraError: The package is not installed.
     """
     if not has(package):
-        raise MissingExtraError(f"{purpose} needs the package '{package.partition('.')[0]}': pip install 'agilerl[{extra}]'")
+        raise MissingExtraError(
+            f"{purpose} needs the package '{package.partition('.')[0]}': pip install 'agilerl[{extra}]'"
+        )
     return importlib.import_module(package)
