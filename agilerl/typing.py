@@ -29,6 +29,9 @@ class SFTPrompts(TypedDict):
     """Long [B, L]."""
     response_weights: NotRequired[Tensor]
     """Float [B, L]: weight of each token as a target; where present it replaces ``prompt_lengths``."""
+    inputs: NotRequired[list[dict[str, Tensor] | None]]
+    """Further model inputs of each row, such as pixels; None for a row without. One-dimensional tensors as long as the
+    row's real tokens (token types) go with the tokens, all others are joined along their first dimension."""
 
 
 class PreferencePrompts(TypedDict):

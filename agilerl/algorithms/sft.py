@@ -13,7 +13,7 @@ from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.algorithms.core.settings import LLMSettings
 from agilerl.algorithms.core.token_objective import TokenObjective
-from agilerl.data.collate import samples_of
+from agilerl.data.collate import inputs_of, samples_of
 from agilerl.distributed import FSDPConfig
 from agilerl.losses import choose_loss
 from agilerl.models.segments import Sample
@@ -122,7 +122,7 @@ class SFT(LLMAlgorithm):
 
         Args:
             experiences: ``input_ids`` and ``attention_mask`` (Long [B, L]) with ``prompt_lengths``, or with
-                ``response_weights`` (Float [B, L]), as a `DatasetEnv` gives them.
+                ``response_weights`` (Float [B, L]), as a `DatasetEnv` gives them; images in ``inputs``, a dict for each row.
             training: False computes the same numbers without gradients and with dropout off.
 
         Returns:
@@ -158,7 +158,8 @@ class SFT(LLMAlgorithm):
         return TokenObjective(self._resources.head, self._resources.packer, self._settings.chunk_rows, loss)
 
     def _rows(self, batch: SFTPrompts) -> list[Sample]:
-        return [Sample(ids, weights) for ids, weights in samples_of(batch)]
+        rows = zip(samples_of(batch), inputs_of(batch), strict=True)
+        return [Sample(ids, weights, inputs) for (ids, weights), inputs in rows]
 
     @staticmethod
     def _metrics(sums: Any) -> dict[str, float]:

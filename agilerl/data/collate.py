@@ -12,7 +12,7 @@ from agilerl.data.records import Example, PreferenceExample
 from agilerl.errors import DataError
 from agilerl.typing import PreferencePrompts, SFTPrompts
 
-__all__ = ["collate_preference", "collate_sft", "preference_samples_of", "samples_of"]
+__all__ = ["collate_preference", "collate_sft", "inputs_of", "preference_samples_of", "samples_of"]
 
 
 def _pad(examples: Sequence[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +72,23 @@ def samples_of(batch: SFTPrompts) -> list[tuple[Tensor, Tensor]]:
         DataError: A key is missing or shapes do not agree.
     """
     return _samples(batch, "input_ids", "attention_mask", "response_weights")
+
+
+def inputs_of(batch: SFTPrompts) -> list[dict[str, Tensor] | None]:
+    """Further model inputs of each row of a batch (``inputs``); None for rows without.
+
+    Raises:
+        DataError: There is not one entry for each row.
+    """
+    rows = len(_matrix(batch, "input_ids"))
+    inputs = batch.get("inputs")
+    if inputs is None:
+        return [None] * rows
+    if len(inputs) != rows:
+        raise DataError(
+            f"'inputs' has {len(inputs)} entries for {rows} rows; give one per row, None for a row without."
+        )
+    return [each or None for each in inputs]
 
 
 def preference_samples_of(

@@ -64,7 +64,8 @@ def _without(example: Example, start: int, end: int) -> Example:
     gone = end - start
     ids = np.concatenate([example.ids[:start], example.ids[end:]])
     spans = tuple(Span(a - gone, b - gone, weight) for a, b, weight in example.spans)
-    return replace(example, ids=ids, spans=spans, prompt_length=example.prompt_length - gone)
+    image_end = example.image_end - gone if example.image_end > start else example.image_end
+    return replace(example, ids=ids, spans=spans, prompt_length=example.prompt_length - gone, image_end=image_end)
 
 
 def _pieces(example: Example, size: int) -> Iterator[Example]:
@@ -119,6 +120,10 @@ def _cut(example: Example, limit: int, policy: LengthPolicy) -> Example:
         raise RowFault(
             "prompt_too_long",
             f"has a prompt of {example.prompt_length} tokens, which leaves fewer than {room} of {limit}",
+        )
+    if example.image_end > limit:
+        raise RowFault(
+            "too_long", f"has images up to token {example.image_end}, beyond {limit}, and they cannot be cut"
         )
     return _window(example, 0, min(limit, len(example.ids)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,7 +40,7 @@ class Prepared:
 def prepare(
     rows: NumberedRows,
     convert: Callable[[Row], list[Record]],
-    tokenise: RowTokenizer,
+    tokenise: Callable[[Sequence[Any]], list[Any]],
     policy: LengthPolicy,
     report: Report,
     *,

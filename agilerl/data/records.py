@@ -119,6 +119,10 @@ class Example:
     """Leading tokens that a cut from the left keeps (BOS, system turn)."""
     notes: tuple[str, ...] = ()
     """What to count about this row, such as ``control_tokens``."""
+    image_end: int = 0
+    """Leading tokens up to the end of the last image; they cannot be cut."""
+    image_digest: bytes = b""
+    """Of the images that belong to the row, so that equal texts with other pictures are not equal rows."""
 
     @property
     def num_targets(self) -> int:

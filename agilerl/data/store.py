@@ -65,7 +65,7 @@ class StoreWriter:
             "num_response_bytes": np.array([len(response) for _, response in texts]),
             "source_row": np.asarray(source_rows),
             "content_hash": np.array(
-                [int.from_bytes(hashlib.blake2b(e.ids.tobytes(), digest_size=8).digest(), "little") for e in examples],
+                [_content_hash(example) for example in examples],
                 dtype=np.uint64,
             ),
         }
@@ -93,6 +93,11 @@ class StoreWriter:
             for name, chunks in self._chunks.items()
         }
         return Store(columns, self._hash.hexdigest())
+
+
+def _content_hash(example: Example) -> int:
+    content = example.ids.tobytes() + example.image_digest
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _bytes(text: str) -> bytes:

@@ -45,6 +45,12 @@ class Template:
                     f"chat_template_kwargs sets {key!r}, which is not a variable of the template; leave it out."
                 )
         self.default_tools: list[Any] | None = self.kwargs.pop("tools", None)
+        self.reads_parts = False
+        probe = self.render([([{"role": "user", "content": "zqprobe"}], None)])[0]
+        if isinstance(probe, RowFault) or "zqprobe" not in probe:
+            self.reads_parts = True  # kept only where it helps: templates of vision-language models
+            probe = self.render([([{"role": "user", "content": "zqprobe"}], None)])[0]
+            self.reads_parts = isinstance(probe, str) and "zqprobe" in probe
 
     @property
     def identity(self) -> str:
@@ -85,13 +91,27 @@ class Template:
         if not chats[0]:  # no turn yet: nothing is rendered before the first header
             return [""] * len(chats)
         return self.tokenizer.apply_chat_template(
-            chats,
+            self._in_parts(chats),
             tools=tools,
             chat_template=self.source,
             tokenize=False,
             add_generation_prompt=generate,
             **self.kwargs,
         )
+
+    def _in_parts(self, chats: list[list[Message]]) -> list[list[Message]]:
+        """Texts as lists of one part, for templates that read nothing else."""
+        if not self.reads_parts:
+            return chats
+        return [
+            [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in chat
+            ]
+            for chat in chats
+        ]
 
     def _apply_one(self, chat: list[Message], tools: list[Any] | None, generate: bool) -> str | RowFault:
         try:

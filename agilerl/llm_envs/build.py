@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from agilerl.data.encoder import TextEncoder
 from agilerl.data.fit import LengthPolicy
 from agilerl.data.formats import Format, FormatOptions, PromptFormat
 from agilerl.data.held_out import split_by_content
+from agilerl.data.images import IMAGE_COLUMNS, ImageFormat, ImageProcessor, ImageTokenizer, Pictures
 from agilerl.data.preference import PreferenceFormat
 from agilerl.data.prepare import BadRows, Prepared, nothing_left, prepare, prepare_preference
 from agilerl.data.records import Row, RowFault
@@ -28,7 +29,7 @@ from agilerl.data.summary import content_hashes
 from agilerl.data.template import Template
 from agilerl.data.templates import find_template
 from agilerl.data.tokenize import RowTokenizer
-from agilerl.errors import DataError
+from agilerl.errors import DataError, UnsupportedError
 from agilerl.llm_envs.splits import StoredSplit
 from agilerl.llm_envs.stream import Windows
 
@@ -66,17 +67,27 @@ class SplitBuilder:
         tokenizer: Encodes rows.
         settings: Everything else that decides the tokens.
         may_be_empty: Give a split of no rows, rather than an error, where all rows were left out.
+        processor: The model's processor, where rows may have images.
     """
 
-    def __init__(self, tokenizer: Any, settings: SplitSettings, *, may_be_empty: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, settings: SplitSettings, *, may_be_empty: bool = False, processor: Any = None
+    ) -> None:
+        if processor is not None and settings.objective != "sft":
+            raise UnsupportedError("Rows with images can be trained with objective='sft' only; leave processor out.")
+        self.images = None if processor is None else ImageProcessor(processor, tokenizer)
+        self._pictures: Pictures | None = None
         self.settings = settings
         self._may_be_empty = may_be_empty
         self.encoder = TextEncoder(tokenizer, settings.control_tokens)
         source = find_template(settings.chat_template) if settings.chat_template else None
+        if source is None and self.images is not None:
+            source = self.images.chat_template
         has_template = source is not None or bool(getattr(tokenizer, "chat_template", None))
         self.template = Template(tokenizer, source, settings.chat_template_kwargs) if has_template else None
         self.renderer = ChatRenderer(self.encoder, self.template, settings.chat)
         self.tokenise = RowTokenizer(self.encoder, self.renderer)
+        self._tokenise_rows = self.tokenise if self.images is None else ImageTokenizer(self.tokenise, self.images)
         self.options = replace(settings.options, has_template=has_template)
 
     def build(self, dataset: Any, split: str, *, is_cached: bool = False) -> StoredSplit:
@@ -102,7 +113,7 @@ class SplitBuilder:
 
     def part(self, prepared: Prepared, report: Report, rows: NDArray[np.int64] | None = None) -> StoredSplit:
         """A split of prepared rows, or of some of them."""
-        return StoredSplit(prepared.stores, report, self.encoder.pad_id, rows)
+        return StoredSplit(prepared.stores, report, self.encoder.pad_id, rows, self._pictures)
 
     def build_stream(self, dataset: Any, window: int) -> Windows:
         """A train split whose rows are read, tokenised and shuffled ``window`` at a time.
@@ -110,11 +121,13 @@ class SplitBuilder:
         Raises:
             DataError: Its first rows show that a column is missing.
         """
+        if self.images is not None:
+            raise UnsupportedError("Images of a stream cannot be read again for each batch; load the rows instead.")
         source: Sources | None = dataset if isinstance(dataset, Sources) else None
 
         def open_rows(epoch: int) -> Iterator[tuple[int, Row | RowFault]]:
-            if source is None and hasattr(dataset, "set_epoch"):
-                dataset.set_epoch(epoch)
+            if source is None and (set_epoch := getattr(dataset, "set_epoch", None)) is not None:
+                set_epoch(epoch)
             return iter(source if source is not None else Sources([(as_source(dataset, "train"), "train", None)]))
 
         def prepare_window(rows: Iterator[tuple[int, Row | RowFault]]) -> StoredSplit:
@@ -138,7 +151,7 @@ class SplitBuilder:
     def prepare(self, dataset: Any, split: str, *, is_cached: bool = False) -> Prepared:
         """Tokenise rows once, or find them in the cache."""
         sources = dataset if isinstance(dataset, Sources) else Sources([(as_source(dataset, split), split, None)])
-        identity = sources.identity if is_cached else ""
+        identity = sources.identity if is_cached and self.images is None else ""  # images are read again for each batch
         if not identity:
             return self._prepare_sources(sources, dataset, split, None)
         key = cache_key(identity, self.encoder, self._plain_settings(split))
@@ -181,6 +194,11 @@ class SplitBuilder:
         common: dict[str, Any] = {"bad_rows": settings.bad_rows, "folder": folder}
         if isinstance(format_, PreferenceFormat):
             prepared = prepare_preference(every, format_.convert, self.tokenise, settings.policy, report, **common)
+        elif self.images is not None:
+            with_images = ImageFormat(format_)
+            row_of, every = _rereadable(dataset, every)
+            self._pictures = Pictures(row_of, with_images, self.images)
+            prepared = prepare(every, with_images.convert, self._tokenise_rows, settings.policy, report, **common)
         else:
             prepared = prepare(every, format_.convert, self.tokenise, settings.policy, report, **common)
         for notice in self.renderer.notices:
@@ -217,12 +235,30 @@ class SplitBuilder:
         return PreferenceFormat(options, parts)
 
     def _note_unused(self, format_: Format | PreferenceFormat, columns: Iterable[str], report: Report) -> None:
-        used = {path.split(".", 1)[0] for path in format_.columns.values()} | {"tools", "system"}
+        used = set(IMAGE_COLUMNS) if self.images is not None else set()
+        used |= {path.split(".", 1)[0] for path in format_.columns.values()} | {"tools", "system"}
         if format_.name == "tokens":
             used |= {"labels", "weights"}
         unused = [column for column in columns if column not in used]
         if unused:
             report.notice(f"columns not used: {', '.join(unused)}")
+
+
+def _rereadable(
+    dataset: Any, numbered: Iterable[tuple[int, Row | RowFault]]
+) -> tuple[Callable[[int], Row], Iterable[tuple[int, Row | RowFault]]]:
+    """How to get a record again by its number: from where it is held, else it is kept."""
+    if isinstance(dataset, Sequence) or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return dataset.__getitem__, numbered
+    kept: dict[int, Row] = {}
+
+    def remember() -> Iterator[tuple[int, Row | RowFault]]:
+        for number, row in numbered:
+            if not isinstance(row, RowFault):
+                kept[number] = row
+            yield number, row
+
+    return kept.__getitem__, remember()
 
 
 def _columns_of(dataset: Any, first: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agilerl.data.collate import collate_preference, collate_sft
+from agilerl.data.images import Pictures
 from agilerl.data.records import Example, PreferenceExample
 from agilerl.data.report import Report
 from agilerl.data.store import Store
@@ -43,11 +44,18 @@ class StoredSplit:
         report: What happened on the way.
         pad_id: Fills batches.
         rows: The part that this split is; None: all.
+        pictures: Makes the model inputs of the rows' images; None where no row has any.
     """
 
     def __init__(
-        self, stores: Sequence[Store], report: Report, pad_id: int, rows: NDArray[np.int64] | None = None
+        self,
+        stores: Sequence[Store],
+        report: Report,
+        pad_id: int,
+        rows: NDArray[np.int64] | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
+        self._pictures = pictures
         self.stores, self.report, self._pad_id = tuple(stores), report, pad_id
         self._rows = rows
         self.with_weights = not all(store.is_simple for store in stores)
@@ -80,7 +88,13 @@ class StoredSplit:
 
     def batch(self, rows: Rows) -> Batch:
         """The rows with these numbers, padded on the right; none gives tensors of shape [0, 0]."""
-        return self.collate(self.examples(rows), with_weights=self.with_weights)
+        examples = self.examples(rows)
+        batch = self.collate(examples, with_weights=self.with_weights)
+        if self._pictures is not None and "input_ids" in batch:
+            sources = self.stores[0].source_rows[self.numbers[np.asarray(rows, dtype=np.int64)]]
+            pairs = zip(sources.tolist(), examples, strict=True)
+            batch["inputs"] = [self._pictures.inputs(number, sides[0].ids) for number, sides in pairs]
+        return batch
 
     def collate(self, examples: Sequence[tuple[Example, ...]], *, with_weights: bool) -> Batch:
         """Pad examples on the right."""

@@ -81,7 +81,7 @@ def test_adapters_only_in_the_language_model(family: str) -> None:
 
 
 def test_a_wrong_scope_lists_candidates() -> None:
-    with pytest.raises(ModelError, match="no part called 'lm'; candidates are .*text_model.*vision_model"):
+    with pytest.raises(ModelError, match=r"no part called 'lm'; candidates are .*text_model.*vision_model"):
         attach_lora(tiny_vision_model("smolvlm"), LoraConfig(target_modules=["q_proj"]), seed=0, scope="lm")
 
 

@@ -124,13 +124,22 @@ def test_extras_go_with_the_tokens_or_are_joined() -> None:
             torch.arange(3), torch.ones(3), {"token_type_ids": torch.tensor([1, 1, 1]), "pixels": torch.zeros(2, 4)}
         ),
     ]
-    packed, padded = PACKED.collate(rows, "cpu"), PADDED.collate(rows, "cpu")
-    assert packed.inputs["token_type_ids"].tolist() == [[0, 1, 1, 1, 1]]
+    padded = PADDED.collate(rows, "cpu")
     assert padded.inputs["token_type_ids"].tolist() == [[0, 1, 0], [1, 1, 1]]
-    assert packed.inputs["pixels"].shape == (3, 4)
-    missing = [rows[0], sample(3)]
-    with pytest.raises(DataError, match="token_type_ids"):
-        PACKED.collate(missing, "cpu")
+    assert padded.inputs["pixels"].shape == (3, 4)
+    missing = [Sample(torch.arange(2), torch.ones(2), {"depth": torch.tensor([0, 1])}), sample(3)]
+    with pytest.raises(DataError, match="depth"):
+        PADDED.collate(missing, "cpu")
+
+
+def test_inputs_that_may_bring_positions_or_masks_are_not_packed() -> None:
+    typed = Sample(torch.arange(2), torch.ones(2), {"token_type_ids": torch.tensor([0, 1])})
+    micro = PACKED.collate([typed, sample(3)], "cpu")
+    assert micro.inputs["token_type_ids"].tolist() == [[0, 1, 0], [0, 0, 0]]  # rows without types are text
+    assert micro.lengths == ()
+    assert "position_ids" not in micro.inputs
+    plain = Sample(torch.arange(2), torch.ones(2), {"pixel_values": torch.ones(1, 3, 4, 4)})
+    assert PACKED.collate([plain, sample(3)], "cpu").lengths == (2, 3)
 
 
 def test_extras_that_some_rows_lack_are_joined_from_the_others() -> None:
