@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,16 +12,28 @@ from torch import nn
 
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
-from agilerl.algorithms.core.settings import LLMSettings
+from agilerl.algorithms.core.settings import LLMSettings, finite
 from agilerl.algorithms.core.token_objective import TokenObjective
 from agilerl.data.collate import inputs_of, samples_of
 from agilerl.distributed import FSDPConfig
 from agilerl.losses import choose_loss
+from agilerl.models.router_loss import find_routers
 from agilerl.models.segments import Sample
 from agilerl.optim import CosineLRScheduleConfig
 from agilerl.typing import SFTPrompts
 
-__all__ = ["SFT"]
+__all__ = ["SFT", "SFTSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSettings(LLMSettings):
+    """Constructor arguments of `SFT`."""
+
+    router_aux_loss_coef: float = 0.0
+
+    def problems(self) -> list[str | None]:
+        """Sentences about values that cannot be used."""
+        return [*super().problems(), finite("router_aux_loss_coef", self.router_aux_loss_coef)]
 
 
 class SFT(LLMAlgorithm):
@@ -61,6 +74,8 @@ class SFT(LLMAlgorithm):
         cosine_lr_schedule_config: Schedule of the rate over ``learn`` calls; None holds it constant.
         weight_decay: Decoupled weight decay of matrices.
         lora_plus_ratio: Learning rate of the LoRA B factors relative to A's (LoRA+, arXiv 2402.12354).
+        router_aux_loss_coef: Weight of the routers' balance in a mixture of experts, taken row by row (arXiv 2412.19437, section
+            2.1.2), so that no batch size changes it; 0 leaves it out.
         tokenizer: Saved with checkpoints; None takes the environment's when there is one.
 
     Raises:
@@ -69,6 +84,8 @@ class SFT(LLMAlgorithm):
 
     objective: ClassVar[str] = "sft"
     """Objective of the environments it trains on."""
+
+    _settings: SFTSettings
 
     def __init__(
         self,
@@ -104,9 +121,10 @@ class SFT(LLMAlgorithm):
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
         weight_decay: float = 0.0,
         lora_plus_ratio: float | None = None,
+        router_aux_loss_coef: float = 0.0,
         tokenizer: Any = None,
     ) -> None:
-        settings = LLMSettings.of(locals())
+        settings = SFTSettings.of(locals())
         super().__init__(
             settings,
             actor_network=actor_network,
@@ -127,8 +145,8 @@ class SFT(LLMAlgorithm):
 
         Returns:
             ``loss`` (all NLL / all weights of the call, each step at the weights before it), ``perplexity``, ``tokens``
-            (trained), ``real_tokens``, ``padding_share``, and when training ``grad_norm`` (of the last step, before
-            clipping) and seconds by phase, ``learn_phase_<phase>_s``.
+            (trained), ``real_tokens``, ``padding_share``, ``router_aux_loss`` where asked for (1 is even use), and when
+            training ``grad_norm`` (of the last step, before clipping) and seconds by phase, ``learn_phase_<phase>_s``.
 
         Raises:
             NonFiniteError: The loss or a gradient is not finite; no weight has been changed by that step.
@@ -155,7 +173,10 @@ class SFT(LLMAlgorithm):
 
     def _make_objective(self) -> TokenObjective:
         loss = choose_loss(self._settings.use_liger_loss, self._runtime.device)
-        return TokenObjective(self._resources.head, self._resources.packer, self._settings.chunk_rows, loss)
+        coef = self._settings.router_aux_loss_coef
+        if coef:
+            find_routers(self._resources.model)  # refuses a model without
+        return TokenObjective(self._resources.head, self._resources.packer, self._settings.chunk_rows, loss, coef)
 
     def _rows(self, batch: SFTPrompts) -> list[Sample]:
         rows = zip(samples_of(batch), inputs_of(batch), strict=True)
@@ -165,10 +186,14 @@ class SFT(LLMAlgorithm):
     def _metrics(sums: Any) -> dict[str, float]:
         loss = sums.mean("loss", "weight")
         cells = sums.totals["cells"]
+        more = {}
+        if "router_aux" in sums.totals:
+            more["router_aux_loss"] = sums.mean("router_aux", "real_tokens")
         return {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
             "tokens": sums.units["trained_tokens"],
             "real_tokens": sums.units["real_tokens"],
             "padding_share": 1.0 - sums.units["real_tokens"] / cells if cells else 0.0,
+            **more,
         }

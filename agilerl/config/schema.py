@@ -142,6 +142,9 @@ class _TrainerSection(Section):
 class SFTSection(_TrainerSection):
     """Supervised fine-tuning."""
 
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the routers' balance loss in a mixture of experts, taken row by row; 0 leaves it out."""
+
 
 class DPOSection(_TrainerSection):
     """Direct preference optimisation (`agilerl dpo`)."""

@@ -41,6 +41,7 @@ class MicroBatch:
         num_tokens: Real tokens.
         num_cells: Tokens that the model computes, padding included.
         lengths: Length of each segment along the packed row; empty on the padded path.
+        cell_rows: ``[B*L]`` row of each cell, -1 for padding, where the objective asks for it.
         branches: Where segments hold two continuations of one prompt: (length of the prompt, end of the first), by segment.
     """
 
@@ -54,6 +55,7 @@ class MicroBatch:
     num_cells: int
     lengths: tuple[int, ...] = field(default=())
     branches: tuple[tuple[int, int] | None, ...] = field(default=())
+    cell_rows: Tensor | None = None
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
