@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary folder")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/checkpoint.json")
+    parser.add_argument("--threads", type=int, default=1, help="of the steps; the writer wants a core of its own")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = measure(options.model, options.rows, options.length, options.repeats, Path(folder) / "out")
     rows = [
