@@ -24,7 +24,15 @@ from agilerl.data.records import Chat, Example, Message, Pair, Record, Reply, Ro
 from agilerl.errors import DataError
 from agilerl.optional import require
 
-__all__ = ["IMAGE_COLUMNS", "ImageFormat", "ImageProcessor", "ImageTokenizer", "Pictured", "Pictures"]
+__all__ = [
+    "IMAGE_COLUMNS",
+    "ImageFormat",
+    "ImageProcessor",
+    "ImageTokenizer",
+    "Pictured",
+    "Pictures",
+    "has_image_parts",
+]
 
 IMAGE_COLUMNS = ("images", "image")
 _REFERENCES = ("image", "path", "bytes", "url", "image_url")
@@ -71,11 +79,11 @@ class ImageFormat:
 
 
 def _pictured(record: Record, held: list[Any]) -> Record | Pictured:
-    if not held and not isinstance(record, Chat | Reply):
-        return record
-    if isinstance(record, Pair):
+    if isinstance(record, Pair):  # with or without images, so that all rows of a split look alike
         record = Reply([{"role": "user", "content": record.prompt}], record.response)
     if not isinstance(record, Chat | Reply):
+        if not held:
+            return record
         raise RowFault("bad_image", "has images, which only prompts and chats can have")
     images: list[Any] = []
     waiting = list(held)
@@ -108,6 +116,18 @@ def _without_images(message: Message, images: list[Any], waiting: list[Any]) -> 
     return message | {"content": parts}
 
 
+def has_image_parts(row: Row) -> bool:
+    """Whether any message of a record has an image part."""
+    turns = (turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict))
+    contents = (turn.get("content") for turn in turns)
+    return any(
+        isinstance(part, dict) and part.get("type") in ("image", "image_url")
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
+
+
 def _shown(content: Any, count: int) -> list[Any]:
     """A user's turn with images: where its text says ``<image>`` just as often, else before its text."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
@@ -138,9 +158,10 @@ class ImageProcessor:
         require("PIL", "vision", "Rows with images")
         self.processor = processor
         self.placeholder = str(getattr(processor, "boi_token", None) or image_token)
-        self.placeholder_id = int(tokenizer.convert_tokens_to_ids(self.placeholder))
-        self.image_id = int(processor.tokenizer.convert_tokens_to_ids(str(image_token)))
-        if self.placeholder_id != processor.tokenizer.convert_tokens_to_ids(self.placeholder):
+        self.placeholder_id = tokenizer.convert_tokens_to_ids(self.placeholder)
+        self.image_id = processor.tokenizer.convert_tokens_to_ids(str(image_token))
+        own = processor.tokenizer.convert_tokens_to_ids(self.placeholder)
+        if self.placeholder_id is None or self.placeholder_id != own:
             raise DataError(
                 f"The tokenizer's {self.placeholder!r} is another token than the processor's; use processor.tokenizer."
             )

@@ -135,6 +135,8 @@ def build_skeleton(
     except ModelError:
         return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.get("trust_remote_code", False))
+    if config.get_text_config() is not config:  # a model that takes more than text is another class with other keys
+        return None
     kind = getattr(config, "dtype", None) if dtype in (None, "auto") else dtype
     if isinstance(kind, str):
         kind = getattr(torch, kind)

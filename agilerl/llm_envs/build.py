@@ -19,7 +19,7 @@ from agilerl.data.encoder import TextEncoder
 from agilerl.data.fit import LengthPolicy
 from agilerl.data.formats import Format, FormatOptions, PromptFormat
 from agilerl.data.held_out import split_by_content
-from agilerl.data.images import IMAGE_COLUMNS, ImageFormat, ImageProcessor, ImageTokenizer, Pictures
+from agilerl.data.images import IMAGE_COLUMNS, ImageFormat, ImageProcessor, ImageTokenizer, Pictures, has_image_parts
 from agilerl.data.preference import PreferenceFormat
 from agilerl.data.prepare import BadRows, Prepared, nothing_left, prepare, prepare_preference
 from agilerl.data.records import Row, RowFault
@@ -182,6 +182,11 @@ class SplitBuilder:
             raise nothing_left(report)
         rows = [row for _, row in first if not isinstance(row, RowFault)]
         columns = _columns_of(dataset, rows)
+        if self.images is None and any(map(has_image_parts, rows)):
+            raise DataError(
+                f"{split} split: its messages hold images, which only the model's processor can turn into tokens; give "
+                "DatasetEnv(..., processor=AutoProcessor.from_pretrained(...))."
+            )
         if not rows:
             raise DataError(
                 f"{split} split: none of its first {len(first)} rows can be read; {report.describe(first[0][0])} {first[0][1]}."

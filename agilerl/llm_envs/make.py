@@ -29,6 +29,7 @@ def make_env(
     stop_ids: Sequence[int] | None = None,
     is_cached: bool = True,
     is_checked: bool = True,
+    processor: Any = None,
     **changes: Any,
 ) -> DatasetEnv:
     """Open, detect, tokenise, split and check the data that ``data`` describes.
@@ -44,6 +45,7 @@ def make_env(
         stop_ids: Tokens at which the model stops, besides the tokenizer's EOS.
         is_checked: Whether data that would waste a run is refused; ``data.allow`` waives single checks.
         is_cached: Whether tokenised splits are kept in the cache folder and found there again.
+        processor: The model's processor, for rows with images; see :class:`DatasetEnv`.
         changes: Fields of the section to set, such as ``max_context_length=1024``.
 
     Raises:
@@ -73,6 +75,7 @@ def make_env(
         test_share=data.test_share,
         is_cached=is_cached,
         is_streamed=data.streaming,
+        processor=processor,
     )
     if is_checked:
         env.check(allow=data.allow, stop_ids=stop_ids)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaProcessor
+from transformers import CLIPImageProcessorPil, Idefics3Processor, LlavaProcessor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from agilerl.algorithms import SFT
 from agilerl.data.collate import inputs_of
 from agilerl.errors import DataError, UnsupportedError
 from agilerl.llm_envs import DatasetEnv
+from agilerl.training.llm import train_llm_dataset
 from tests.helpers import VISION_FAMILIES, random_rows, tiny_tokenizer, tiny_vision_model
 
 TEMPLATE = (
@@ -133,6 +135,7 @@ def test_rows_with_images_train_exactly_and_leave_the_vision_tower(family: str) 
     ids, inputs = batch["input_ids"], inputs_of(batch)
     assert [int((ids[row] == IMAGE_ID).sum()) for row in order] == [4, 0, 8]
     assert inputs[order[1]] is None
+    assert processor.tokenizer.decode(ids[order[1]]).startswith("<|im_start|>user\nSay so<|im_end|>")
     for row, size in zip((order[0], order[2]), (1, 2), strict=True):
         assert inputs[row]["pixel_values"].shape[0] == size * (1 if family == "llava" else 16)
         assert batch["prompt_lengths"][row] > int((ids[row] == IMAGE_ID).nonzero().max())
@@ -140,6 +143,26 @@ def test_rows_with_images_train_exactly_and_leave_the_vision_tower(family: str) 
     assert text.index("<image>") < text.index("or") < text.rindex("<image>")
     agent = agent_of(tiny_vision_model(family, dtype=torch.float64), batch_size=3)
     check_learn(agent, copy.deepcopy(batch))
+
+
+def test_images_that_become_several_tiles_train_exactly() -> None:
+    tokenizer = tokenizer_with_images()
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer.add_tokens(
+        ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *tiles], special_tokens=True
+    )
+    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    processor = Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+    rows = [
+        {"prompt": "What?", "response": "a", "images": [picture("red")]},
+        {"prompt": "And?", "response": "b", "images": [picture("blue"), Image.new("RGB", (32, 32), "green")]},
+    ]
+    env = DatasetEnv(rows, rows, tokenizer, objective="sft", processor=processor, data_batch_size_per_gpu=2)
+    batch = env.reset()
+    first = batch["response"].index("a")
+    assert inputs_of(batch)[first]["pixel_values"].shape == (1, 3, 3, 16, 16)  # two tiles and the whole image
+    assert inputs_of(batch)[1 - first]["pixel_values"].shape == (2, 5, 3, 16, 16)
+    check_learn(agent_of(tiny_vision_model("idefics3", dtype=torch.float64), batch_size=2), copy.deepcopy(batch))
 
 
 def chat(*parts: Any) -> list[dict[str, Any]]:
@@ -195,8 +218,44 @@ def test_images_are_never_cut() -> None:
         env_of([answer], max_context_length=25)
 
 
+def test_image_parts_without_a_processor_are_refused() -> None:
+    rows = [{"prompt": chat({"type": "image", "image": picture("red")}), "response": "x"}]
+    with pytest.raises(DataError, match="give DatasetEnv"):
+        DatasetEnv(rows, rows, tokenizer_with_images(), objective="sft")
+
+
+def test_the_tokenizer_must_be_the_processors() -> None:
+    rows = [{"prompt": "a", "response": "x"}]
+    with pytest.raises(DataError, match=r"use processor\.tokenizer"):
+        DatasetEnv(rows, rows, tiny_tokenizer(), objective="sft", processor=llava_processor())
+    with pytest.raises(DataError, match="takes no images"):
+        DatasetEnv(rows, rows, tiny_tokenizer(), objective="sft", processor=tiny_tokenizer())
+
+
 def test_pairs_with_images_are_refused() -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     processor = llava_processor()
     with pytest.raises(UnsupportedError, match="objective='sft' only"):
         DatasetEnv(rows, rows, processor.tokenizer, objective="preference", processor=processor)
+
+
+def test_a_folder_is_trained_saved_and_loaded(tmp_path) -> None:
+    tiny_vision_model("idefics3").save_pretrained(tmp_path / "base")
+    rows = random_rows([9, 5], vocab=100)
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    batch: Any = {"input_ids": ids, "attention_mask": (ids > 0).long(), "prompt_lengths": [3, 2]}
+    agent = agent_of(None, model_name=str(tmp_path / "base"), batch_size=2)
+    agent.learn(batch)
+    agent.save_checkpoint(str(tmp_path / "saved"))
+    loaded = SFT.load(str(tmp_path / "saved"))
+    assert type(loaded.actor.get_base_model()) is type(agent.actor.get_base_model())
+    assert loaded.learn(batch, training=False)["loss"] == agent.learn(batch, training=False)["loss"]
+
+
+def test_the_training_loop_feeds_images() -> None:
+    colors = ["red", "blue", "green", "white"]
+    env = env_of([{"prompt": "What?", "response": color, "image": picture(color)} for color in colors])
+    agent = agent_of(tiny_vision_model("llava", spread=None), batch_size=2)
+    before = float(agent.test(env, None))
+    train_llm_dataset([agent], env, max_steps=16, evaluation_interval=None, verbose=False, checkpoints=False)
+    assert float(agent.test(env, None)) > before

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from agilerl.distributed.skeleton import build_skeleton
 from agilerl.errors import DataError, ModelError
 from agilerl.models.build import load_base_model
 from agilerl.models.extras import stack_inputs
@@ -90,6 +91,7 @@ def test_a_vision_language_folder_loads_whole(tmp_path) -> None:
     model.save_pretrained(tmp_path / "vl")
     loaded = load_base_model(str(tmp_path / "vl"))
     assert type(loaded) is type(model)
+    assert build_skeleton(tmp_path / "vl", None) is None  # sharding loads it whole, too
     for (name, mine), theirs in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs), name
 
