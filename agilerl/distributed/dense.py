@@ -144,7 +144,7 @@ def synchronise(model: nn.Module, wire: torch.device) -> None:
         dist.broadcast(tensor.data, src=0)
     frozen = [t.data for t in tensors.values() if not t.requires_grad and t.numel()]
     sums = torch.stack([_checksum(tensor) for tensor in frozen]) if frozen else torch.zeros(0, dtype=torch.float64)
-    reference = sums.to(wire)
+    reference = sums.to(wire, copy=True)  # not the same tensor: the broadcast overwrites it
     dist.broadcast(reference, src=0)
     differing = torch.ne(reference.to(sums.device), sums).to(torch.uint8).to(wire)
     dist.all_reduce(differing, op=dist.ReduceOp.MAX)

@@ -321,4 +321,4 @@ def _advice(
         )
     if fsdp is None and parts["weights"] > plan.step_bytes // 3:
         advice.append("model.dtype=bfloat16, or model.quantization=nf4: smaller frozen weights")
-    return tuple(advice)
+    return tuple(advice) or ("a smaller model: nothing else that is known would save much",)

@@ -76,8 +76,11 @@ SETTABLE = ("fitness", "hp_config", "index", "mut", "scores", "steps")
 
 
 def parameters(function) -> dict[str, object]:
-    found = inspect.signature(function).parameters
-    return {name: parameter.default for name, parameter in found.items() if name != "self"}
+    """Positional parameters with their defaults; what is ours comes after them, by keyword only."""
+    found = {name: parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"}
+    ours = [p for p in found.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert all(p.default is not REQUIRED for p in ours)
+    return {name: parameter.default for name, parameter in found.items() if parameter not in ours}
 
 
 def test_constructor_parameters_in_order_with_defaults():

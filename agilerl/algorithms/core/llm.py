@@ -174,7 +174,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """Undo `wrap_models`; the moments of the optimizer come back with the next `wrap_models`."""
         resources = self._resources
         if resources.optimizer is not None:
-            resources.optimizer_state = self._runtime.collect_optimizer(resources.model, self._torch_optimizer)
+            collected = self._runtime.collect_optimizer(resources.model, self._torch_optimizer)
+            resources.optimizer_state = self._runtime.broadcast(collected)  # every rank needs it to load it again
             resources.optimizer = None
         if resources.is_wrapped:
             self._moved_to(self._runtime.unprepare(resources.model), is_wrapped=False)
