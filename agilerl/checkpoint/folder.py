@@ -14,6 +14,7 @@ from agilerl.checkpoint.content import CheckpointContent
 from agilerl.checkpoint.files import output_errors, sync_folder
 from agilerl.checkpoint.manifest import read_manifest
 from agilerl.checkpoint.snapshot import LLMCheckpointSnapshot
+from agilerl.checkpoint.tokenizer import MARKER as TOKENIZER_MARKER
 from agilerl.checkpoint.write import remove_version, store, writer_lock
 from agilerl.errors import CheckpointError, ConfigError, OutputError
 
@@ -38,6 +39,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """
     root = Path(path)
     names = (layout.ATTRIBUTES, layout.MANIFEST, "actor", layout.ADAPTER_CONFIG, layout.ADAPTER_TENSORS)
+    names += (layout.TRAINING, "tokenizer.json", TOKENIZER_MARKER, "chat_template.jinja")
     with output_errors(root, "Nothing was trained yet."):
         versions = root / layout.VERSIONS
         versions.mkdir(parents=True, exist_ok=True)

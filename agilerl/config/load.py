@@ -211,7 +211,8 @@ def _sentence(problem: dict[str, Any], draft: _Draft, document: Document, prefer
 def _tell(problems: list[str], name: str) -> str:
     place = f" in {name}" if name else ""
     if len(problems) == 1:
-        return f"One problem{place}: {problems[0]}."
+        end = "" if problems[0].endswith("?") else "."
+        return f"One problem{place}: {problems[0]}{end}"
     return f"{len(problems)} problems{place}:\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 

@@ -53,7 +53,11 @@ def check(
                 "no row ends in a stop token that is trained, so the model will not learn to stop",
             )
         )
-    is_everything = summary.trained_tokens >= summary.tokens - summary.rows and summary.without_prompt == summary.rows
+    is_everything = (
+        summary.rows
+        and summary.trained_tokens >= summary.tokens - summary.rows
+        and summary.without_prompt == summary.rows
+    )
     if is_everything and not is_text:
         found.append(Finding("everything_trained", "every token is trained, prompts included"))
     if summary.report.cut and summary.report.cut >= summary.report.rows_kept:

@@ -27,6 +27,8 @@ class Description:
     loaded: LoadedConfig
     resume: Path | None = None
     changes: tuple[tuple[str, str, str], ...] = ()
+    file: Path | None = None
+    """The description that was given, where it was one in a file."""
 
 
 def describe(
@@ -53,7 +55,7 @@ def describe(
         demo = files("agilerl").joinpath("assets", _DEMOS[prefer])
         base = parse(demo.read_text(encoding="utf-8")).value
         loaded = load_config(None, overrides, options=given, base=base, base_name="demonstration", prefer=prefer)
-    return Description(loaded)
+    return Description(loaded, file=path)
 
 
 def find_config(checkpoint: str | Path) -> Path | None:

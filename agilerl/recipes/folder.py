@@ -8,7 +8,7 @@ from pathlib import Path
 from agilerl.checkpoint import check_writable, existing_checkpoint
 from agilerl.errors import OutputError
 
-__all__ = ["prepare_output", "write_aside"]
+__all__ = ["keep_file", "prepare_output", "write_aside"]
 
 
 def prepare_output(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> Path:
@@ -26,6 +26,19 @@ def prepare_output(path: str | Path, *, overwrite: bool = False, resume: bool = 
             "folder (--output)."
         )
     return folder
+
+
+def keep_file(file: Path | None, own: Path) -> None:
+    """Refuse to write the run's ``own`` file over the ``file`` that the user wrote.
+
+    Raises:
+        OutputError: They are the same.
+    """
+    if file is not None and own.exists() and own.samefile(file):
+        raise OutputError(
+            f"{file} lies in the output folder, where the run would write its own {own.name} over it: rename it, give "
+            "another folder (--output), or let it be replaced (--overwrite)."
+        )
 
 
 def write_aside(path: Path, text: str) -> None:

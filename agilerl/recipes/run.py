@@ -15,7 +15,7 @@ from agilerl.distributed import get_rank
 from agilerl.metrics import Sink
 from agilerl.metrics.sinks import ConsoleSink, CSVSink, JSONLSink, TensorBoardSink, WandbSink
 from agilerl.recipes.describe import CONFIG_FILE, Description
-from agilerl.recipes.folder import prepare_output, write_aside
+from agilerl.recipes.folder import keep_file, prepare_output, write_aside
 from agilerl.recipes.report import Reporter
 from agilerl.recipes.setup import (
     build_agents,
@@ -29,6 +29,8 @@ from agilerl.training.llm import train_llm_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from agilerl.metrics import Record
 
 __all__ = ["WINNER_FILE", "Recipe", "Result", "fine_tune"]
 
@@ -80,6 +82,8 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
     config, resume = starting_point(description.loaded.config), description.resume
     report = reporter or Reporter(is_main=get_rank() == 0)
     folder = prepare_output(config.output.path, overwrite=config.output.overwrite, resume=resume is not None)
+    if not config.output.overwrite:
+        keep_file(description.file, folder / CONFIG_FILE)
     report.opening(recipe.name, folder, description)
 
     tokenizer = load_tokenizer_for(config.model)
@@ -87,8 +91,9 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
     report.data(env)
     agents = build_agents(config, recipe.algorithm, getattr(config, recipe.name), env.tokenizer_with_template, env)
     report.agent(agents[0])
-    if agents[0].runtime.is_main:
-        write_aside(folder / CONFIG_FILE, description.loaded.to_yaml())
+    is_main, settings = agents[0].runtime.is_main, _SettingsSink(folder / CONFIG_FILE, description.loaded.to_yaml())
+    if is_main and resume is None:
+        settings.save()
 
     total = total_rows(config, env)
     before = None if resume else _measure(recipe, report, "before", agents[0], env, config)
@@ -111,9 +116,11 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
             save_optimizer=config.checkpoint.save_optimizer,
             async_save=config.checkpoint.background,
             on_save_error=config.checkpoint.on_error,
-            sinks=sinks,
+            sinks=[*sinks, settings] if is_main else sinks,
             **evolution_of(config, total, agents[0].batch_size),
         )
+    if is_main:
+        settings.save()
     best = max(range(len(population)), key=lambda place: fitness[place])
     after = _measure(recipe, report, "after", population[best], env, config)
     if before is not None and after is not None:
@@ -126,6 +133,24 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
         agent.clean_up()
     env.close()
     return Result(folder, before, after, fitness, searched)
+
+
+class _SettingsSink:
+    """Saves the run's settings at its first record: settings that a checkpoint refused must not replace its own."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path, self._text, self._is_saved = path, text, False
+
+    def save(self) -> None:
+        if not self._is_saved:
+            write_aside(self._path, self._text)
+            self._is_saved = True
+
+    def write(self, record: Record) -> None:
+        self.save()
+
+    def close(self) -> None:
+        pass
 
 
 def _measure(recipe: Recipe, report: Reporter, label: str, agent: Any, env: Any, config: RunConfig) -> Any:

@@ -230,6 +230,14 @@ def test_folders_that_cannot_be_written_are_told_before_training(tmp_path: Path)
         check_writable(disk / "out")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "training.pt", "adapter_config.json"])
+def test_files_in_the_way_of_a_checkpoint_are_told_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(OutputError, match=f"{name} is in the way"):
+        CheckpointFolder(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+
+
 def test_two_writers_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
         write_module.writer_lock(tmp_path),

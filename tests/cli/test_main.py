@@ -43,10 +43,9 @@ def test_a_wrong_setting_is_told_before_torch_is_imported():
     )
     result = python(code)
     assert result.returncode == 2
-    assert result.stderr.startswith(
-        "Error: One problem: command line: there is no setting sft.learning_rat; did you mean sft.lr?"
+    assert result.stderr == (
+        "Error: One problem: command line: there is no setting sft.learning_rat; did you mean sft.lr?\n"
     )
-    assert "torch" not in result.stderr
 
 
 def test_module_and_version():

@@ -122,6 +122,26 @@ def test_resuming_equals_the_unbroken_run(sft, agilerl, tmp_path):
     assert trained(tmp_path / "parts") == trained(tmp_path / "straight")
 
 
+def test_settings_that_a_checkpoint_refuses_are_not_kept(sft, agilerl, tmp_path):
+    assert sft("evaluation.enabled=false")[0] == 0
+    before = (tmp_path / "out" / "run.yaml").read_text()
+    code, _, err = agilerl("sft", "--resume", tmp_path / "out", "training.epochs=2", "lora.rank=3")
+    assert code == 2
+    assert "r is 16 there and 3 here" in err
+    assert (tmp_path / "out" / "run.yaml").read_text() == before
+    code, _, err = agilerl("sft", "--resume", tmp_path / "out", "training.epochs=2")
+    assert code == 0, err
+    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["training"]["epochs"] == 2
+
+
+def test_a_description_in_the_output_folder_is_not_written_over(sft, tmp_path):
+    (tmp_path / "run.yaml").write_text("# mine\nsft:\n  lr: 1e-3\n")
+    code, _, err = sft(tmp_path / "run.yaml", output=tmp_path)
+    assert code == 2
+    assert "would write its own run.yaml over it" in err
+    assert (tmp_path / "run.yaml").read_text().startswith("# mine")
+
+
 def test_resuming_from_nowhere_is_a_sentence(agilerl, tmp_path):
     assert "There is no checkpoint" in agilerl("sft", "--resume", tmp_path / "nothing")[2]
     (tmp_path / "empty").mkdir()
