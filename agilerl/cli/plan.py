@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agilerl.cli.words import Data, Model, Words, options_of, quiet_libraries
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from agilerl.config.schema import RunConfig
@@ -76,19 +76,16 @@ def command(
 
 
 def _plan(config: RunConfig, procs: int, longest: int | None) -> tuple[Plan, Workload, str]:
-    from agilerl.distributed.plan import count, hollow_model, plan_of
-    from agilerl.models.build import resolve_name
+    from agilerl.distributed.plan import count, plan_of
     from agilerl.recipes.device import pick_device, pick_dtype
-    from agilerl.recipes.setup import fsdp_config, lora_config
+    from agilerl.recipes.setup import fsdp_config
 
     if config.model.quantization != "none":
         raise ConfigError(
             "agilerl plan does not know quantised models yet: set model.quantization=none for an upper bound."
         )
     device = pick_device(config.model.device)
-    network: Any = hollow_model(
-        resolve_name(config.model.name), lora_config(config.lora), trust_remote_code=config.model.trust_remote_code
-    )
+    network = _network(config)
     sharding = fsdp_config(config)
     ranks = procs // (sharding.tp if sharding is not None else 1)
     work = _workload(config, network, device, max(1, ranks), longest)
@@ -103,6 +100,30 @@ def _plan(config: RunConfig, procs: int, longest: int | None) -> tuple[Plan, Wor
         device="cuda" if device.startswith("cuda") else "cpu",
     )
     return plan, work, device
+
+
+def _network(config: RunConfig) -> Any:
+    """The model of a run with its adapters, without weights."""
+    from peft import get_peft_model
+
+    from agilerl.distributed.plan import hollow_model
+    from agilerl.models.build import resolve_name
+    from agilerl.models.targets import adapt_lora_config_for_model, check_targets
+    from agilerl.recipes.setup import lora_config
+
+    name = config.model.name
+    path = resolve_name(name)
+    try:
+        network: Any = hollow_model(path, None, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ModelError(f"The settings of the model {name!r} cannot be read ({reason}).") from None
+    lora = lora_config(config.lora)
+    if lora is None:
+        return network
+    lora = adapt_lora_config_for_model(network, lora, config.lora.target_scope)
+    check_targets(network, lora)
+    return get_peft_model(network, lora, low_cpu_mem_usage=True)
 
 
 def _workload(config: RunConfig, network: Any, device: str, ranks: int, longest: int | None) -> Workload:

@@ -17,7 +17,7 @@ class SourceConfig(Section):
 
     other_names: ClassVar = {"dataset": "path", "config": "name", "subset": "name"}
 
-    path: str
+    path: str = Field(min_length=1)
     """A file (jsonl, json, csv, parquet, arrow), folder, glob, or Hub name."""
     name: str | None = None
     """Configuration of a Hub data set."""

@@ -199,6 +199,8 @@ def _sentence(problem: dict[str, Any], draft: _Draft, document: Document, prefer
         return f"{where}there is no setting {dotted}; {suggest(RunConfig, path, prefer)}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{dotted} is {_short(problem['input'])}, but must be a group of settings"
+    if kind == "string_too_short":
+        return f"{where}{dotted} is empty, but must be given"
     if kind == "missing":
         return f"{where}{dotted} must be given"
     if kind == "value_error":

@@ -30,7 +30,7 @@ class ModelSection(Section):
 
     other_names: ClassVar = {"model": "name", "path": "name", "model_name_or_path": "name", "torch_dtype": "dtype"}
 
-    name: str = "smollm2-135m"
+    name: str = Field(default="smollm2-135m", min_length=1)
     """A preset (`smollm2-135m`), a local folder or a Hub name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. `auto`: bfloat16 on a GPU that has it, float32 on a CPU."""
@@ -264,7 +264,7 @@ class OutputSection(Section):
 
     other_names: ClassVar = {"output_dir": "path", "dir": "path", "folder": "path"}
 
-    path: str = "outputs/sft"
+    path: str = Field(default="outputs/sft", min_length=1)
     """Checkpoint folder."""
     overwrite: bool = False
     """Replace a checkpoint that is already there; only files that this program wrote are removed."""

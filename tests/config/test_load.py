@@ -230,3 +230,9 @@ def test_the_effective_description_loads_to_the_same_run(tmp_path):
         ],
     )
     assert load_config(write(tmp_path, loaded.to_yaml())).config == loaded.config
+
+
+@pytest.mark.parametrize("name", ["model.name", "data.train", "output.path"])
+def test_empty_names_are_refused(name):
+    with pytest.raises(ConfigError, match="is empty, but must be given"):  # an unset variable of a shell script
+        load_config(options={name: ""})

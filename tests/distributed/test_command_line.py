@@ -88,6 +88,20 @@ def test_a_mistake_ends_a_launch_with_its_sentence_and_code(job: tuple[Path, lis
     assert "7" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("model.name=no/such-model", "The settings of the model 'no/such-model' cannot be read"),
+        ("lora.target_modules=[q_proj,typo]", "'typo' matches no layer of the model"),
+    ],
+)
+def test_mistakes_in_a_plan_are_a_sentence(
+    job: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str], word: str, says: str
+) -> None:
+    assert main(["plan", *job[1], word]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_plan_reads_settings_only(job: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     _, words = job
     arguments = ["plan", *words, "--tflops", "0.001", "--json"]
