@@ -59,6 +59,11 @@ class Reporter:
                 f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(report.dropped.items()) if count
             ]
             lost += [f"{report.cut:,} cut"] if report.cut else []
+            lost += [
+                f"{count:,} with {name.replace('_', ' ')}"
+                for name, count in sorted(report.notes.items())
+                if count and name != "cut"
+            ]
             lost += [f"{summary.num_duplicates:,} duplicates"] if summary.num_duplicates else []
             middle, most = summary.percentiles.get(50, 0), summary.longest[1]
             self.say(
