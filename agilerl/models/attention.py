@@ -140,7 +140,8 @@ def _explicit(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    exact = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    # As the families compute it: with a softcap the softmax is float32 even in a float64 model (Gemma-2), with sinks it is not.
+    exact = scores.dtype if scores.dtype == torch.float64 and sinks is not None else torch.float32
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
         weights = torch.cat([scores, column], -1).softmax(-1, dtype=exact)[..., :-1]
