@@ -21,13 +21,15 @@ from typing import Any
 import torch
 
 import agilerl.checkpoint.files as files
+from agilerl.algorithms.core.llm import LLMAlgorithm
+from agilerl.algorithms.dpo import DPO
 from agilerl.algorithms.sft import SFT
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.training.llm import train_llm_dataset
-from tests.training.agents import make_agent, make_env, make_population
+from tests.training.agents import make_agent, make_env, make_pair_agent, make_pair_env, make_population
 
-KINDS = ("lora", "full", "population")
+KINDS = ("lora", "full", "population", "dpo")
 EVENTS = ("learn", "test", "sync", "replace", "write")
 
 
@@ -46,6 +48,8 @@ def train(kind: str, folder: Path) -> None:
         "keep_best": 1,
         "async_save": True,
     }
+    env = make_pair_env(train=44, test=12) if kind == "dpo" else make_env(train=44, test=12)
+    pop: list[Any]
     if kind == "population":
         pop = make_population(3, dropout=0.3, micro_batch_size_per_gpu=2)
         arguments |= {
@@ -54,22 +58,27 @@ def train(kind: str, folder: Path) -> None:
             "mutation": Mutations(0.3, 0, 0, 0, 0, 0.7, rand_seed=7),
             "pre_training_mut": True,
         }
+    elif kind == "dpo":
+        pop = [make_pair_agent(dropout=0.3, micro_batch_size_per_gpu=2)]
     else:
         pop = [make_agent(lora=kind == "lora", dropout=0.3, micro_batch_size_per_gpu=2)]
-    train_llm_dataset(pop, make_env(train=44, test=12), **arguments)
+    train_llm_dataset(pop, env, **arguments)
 
 
 def watch(folder: Path, event: Callable[[str], None]) -> None:
     """Note every batch in ``rows.jsonl`` and report what happens to ``event``."""
-    learn, test, sync, replace, write = SFT.learn, SFT.test, files.sync_folder, files.replace_link, files.Sink.write
+    sync, replace, write = files.sync_folder, files.replace_link, files.Sink.write
     log = (folder / "rows.jsonl").open("a")
 
-    def noted_learn(agent: SFT, experiences: Any, training: bool = True) -> dict[str, float]:
-        event("learn")
-        rows = experiences["input_ids"].tolist()
-        log.write(json.dumps([agent.index, agent.steps, hashlib.sha256(repr(rows).encode()).hexdigest()]) + "\n")
-        log.flush()
-        return learn(agent, experiences, training)
+    def noted_learn(learn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(agent: LLMAlgorithm, experiences: Any, training: bool = True) -> dict[str, float]:
+            event("learn")
+            rows = [experiences[name].tolist() for name in sorted(experiences) if name.endswith("input_ids")]
+            log.write(json.dumps([agent.index, agent.steps, hashlib.sha256(repr(rows).encode()).hexdigest()]) + "\n")
+            log.flush()
+            return learn(agent, experiences, training)
+
+        return call
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +87,9 @@ def watch(folder: Path, event: Callable[[str], None]) -> None:
 
         return call
 
-    SFT.learn, SFT.test = noted_learn, noted("test", test)  # type: ignore[method-assign]
+    for algorithm in (SFT, DPO):
+        algorithm.learn = noted_learn(algorithm.learn)  # type: ignore[method-assign]
+        algorithm.test = noted("test", algorithm.test)  # type: ignore[method-assign]
     files.Sink.write = noted("write", write)  # type: ignore[method-assign]
     for module in [m for name, m in sys.modules.items() if name.startswith("agilerl.checkpoint")]:
         for name, function in (("sync_folder", noted("sync", sync)), ("replace_link", noted("replace", replace))):

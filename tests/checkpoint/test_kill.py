@@ -69,6 +69,7 @@ def compare(unbroken: Path, broken: Path) -> None:
             assert one.full_model is not None
             assert same(one.full_model.tensors, other.full_model.tensors)
         assert other.adapters or other.full_model
+        assert other.algorithm == "SFT" or {"actor", "reference"} <= set(other.adapters)
         assert other.optimizer is not None
         assert same(one.optimizer, other.optimizer)
         assert same(without_draws(one.settings), without_draws(other.settings))
@@ -80,9 +81,11 @@ CASES = [
     pytest.param("lora", 8, id="lora-8"),
     pytest.param("full", 3, id="full-3"),
     pytest.param("population", 3, id="population-3"),
+    pytest.param("dpo", 3, id="dpo-3"),
     pytest.param("lora", 50, id="lora-50", marks=pytest.mark.slow),
     pytest.param("full", 12, id="full-12", marks=pytest.mark.slow),
     pytest.param("population", 12, id="population-12", marks=pytest.mark.slow),
+    pytest.param("dpo", 20, id="dpo-20", marks=pytest.mark.slow),
 ]
 
 

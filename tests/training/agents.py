@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from peft import LoraConfig
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.algorithms.dpo import DPO
 from agilerl.algorithms.sft import SFT
 from agilerl.llm_envs import DatasetEnv
 from tests.helpers import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+Agent = TypeVar("Agent", SFT, DPO)
 NAMES = ("one", "two", "three", "four", "five", "six", "seven")
 
 
@@ -25,11 +27,30 @@ def make_env(train: int = 20, test: int = 8, batch: int = 4, **kwargs: Any) -> D
     )
 
 
+def make_pair_env(train: int = 20, test: int = 8, batch: int = 4, **kwargs: Any) -> DatasetEnv:
+    def pairs(count: int, start: int) -> list[dict[str, str]]:
+        return [
+            {"prompt": row["prompt"], "chosen": row["response"], "rejected": NAMES[(n + 3) % 7]}
+            for n, row in enumerate(rows(count, start), start)
+        ]
+
+    splits = pairs(train, 0), pairs(test, 1000)
+    return DatasetEnv(*splits, TOKENIZER, objective="preference", data_batch_size_per_gpu=batch, **kwargs)
+
+
 def make_agent(*, lora: bool = True, dropout: float = 0.0, **kwargs: Any) -> SFT:
+    return _agent(SFT, lora, dropout, kwargs)
+
+
+def make_pair_agent(*, dropout: float = 0.0, **kwargs: Any) -> DPO:
+    return _agent(DPO, True, dropout, kwargs)
+
+
+def _agent(algorithm: type[Agent], lora: bool, dropout: float, kwargs: dict[str, Any]) -> Agent:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=dropout) if lora else None
     defaults = {"batch_size": 8, "lr": 1e-2, "gradient_checkpointing": False, "max_grad_norm": 1.0}
     model = tiny_model("llama", vocab_size=len(TOKENIZER))
-    return SFT(
+    return algorithm(
         TOKENIZER.eos_token_id, TOKENIZER.eos_token, actor_network=model, lora_config=config, **(defaults | kwargs)
     )
 
