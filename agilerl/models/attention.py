@@ -72,18 +72,28 @@ class Segments:
 
         The second continuation of a shared prompt sees the prompt and itself, and not the first continuation.
         """
-        start = 0
-        for index, length in enumerate(self.lengths):
-            end = start + length
-            branch = self.branches[index] if self.branches else None
+        # Split, not sliced: the gradients of slices are arrays of the whole row, each filled with zeros and added up.
+        branches = self.branches or (None,) * len(self.lengths)
+        ends = [
+            (length, length) if branch is None else branch
+            for length, branch in zip(self.lengths, branches, strict=True)
+        ]
+        answers = [size for n, (_, first) in zip(self.lengths, ends, strict=True) for size in (first, n - first)]
+        parts = [
+            size
+            for n, (trunk, first) in zip(self.lengths, ends, strict=True)
+            for size in (trunk, first - trunk, n - first)
+        ]
+        queries = q.split(answers, 2)
+        keys, values = k.split(parts, 2), v.split(parts, 2)
+        for index, branch in enumerate(branches):
+            first, second = queries[2 * index : 2 * index + 2]
+            seen = [t[3 * index : 3 * index + 3] for t in (keys, values)]
             if branch is None:
-                yield q[:, :, start:end], k[:, :, start:end], v[:, :, start:end]
+                yield first, seen[0][0], seen[1][0]
             else:
-                trunk, first = start + branch[0], start + branch[1]
-                yield q[:, :, start:first], k[:, :, start:first], v[:, :, start:first]
-                seen_k, seen_v = (torch.cat([t[:, :, start:trunk], t[:, :, first:end]], 2) for t in (k, v))
-                yield q[:, :, first:end], seen_k, seen_v
-            start = end
+                yield first, *(torch.cat(t[:2], 2) for t in seen)
+                yield second, *(torch.cat(t[::2], 2) for t in seen)
 
     def starts(self, device: torch.device) -> Tensor:
         """First position of each sample and the total, int32 ``[samples + 1]``."""
