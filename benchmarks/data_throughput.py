@@ -1,8 +1,9 @@
 """How fast and how lean is the way from a file of rows to tokenised splits?
 
 Makes synthetic rows (``--rows``, default 200,000), then measures the tokenizer alone on the same texts, the whole preparation
-from the file, and the second run, which starts from the cache; with the resident memory after a quarter of the rows and after
-all. Wall seconds mean something on an idle machine only; the processor's seconds are told beside them.
+from the file, and the second run, which starts from the cache; with the process's own memory after a quarter of the rows and
+after all (pages of the cache's files, which the system takes back when it needs them, are told apart). Wall seconds mean
+something on an idle machine only; the processor's seconds are told beside them.
 
     python benchmarks/data_throughput.py [--rows N] [--kind pair|chat] [--model PRESET_OR_FOLDER]
 """
@@ -64,6 +65,12 @@ def tokenizer_alone(path: Path, tokenizer, kind: str) -> tuple[float, float]:
     return seconds, busy
 
 
+def resident() -> tuple[float, float]:
+    """MiB of the process's own memory, and of file pages that it has mapped."""
+    memory = psutil.Process().memory_info()
+    return (memory.rss - memory.shared) / 2**20, memory.shared / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=200_000)
@@ -75,7 +82,6 @@ def main() -> None:
     from agilerl.models import load_tokenizer
 
     tokenizer = load_tokenizer(options.model)
-    process = psutil.Process()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AGILERL_CACHE"] = str(Path(folder) / "cache")
         path = Path(folder) / "rows.jsonl"
@@ -85,11 +91,11 @@ def main() -> None:
 
         # The tokenizer's own cache of words fills here, so that both measurements find it warm.
         make_env(str(small), tokenizer, is_cached=True)
-        quarter = process.memory_info().rss
+        quarter = resident()
         begin, started = time.perf_counter(), time.process_time()
         env = make_env(str(path), tokenizer)
         whole, whole_busy = time.perf_counter() - begin, time.process_time() - started
-        full = process.memory_info().rss
+        full = resident()
         begin = time.perf_counter()
         again = make_env(str(path), tokenizer)
         cached = time.perf_counter() - begin
@@ -111,7 +117,8 @@ def main() -> None:
     print(f"second run (cache)    {cached:8.2f} s")
     print(f"one batch of 8 rows   {batches * 1000:8.2f} ms")
     print(
-        f"resident memory       {quarter / 2**20:8.0f} MiB after {options.rows // 4:,} rows, {full / 2**20:,.0f} MiB after all"
+        f"own memory            {quarter[0]:8.0f} MiB after {options.rows // 4:,} rows, {full[0]:,.0f} MiB after all; "
+        f"pages of files {quarter[1]:,.0f} and {full[1]:,.0f} MiB"
     )
 
 
