@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agilerl.errors import CheckpointError, ModelError
 from agilerl.models.lora import add_adapter
+from agilerl.models.misfits import misfits
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -130,16 +131,8 @@ class Adapters:
             CheckpointError: A tensor is missing, unknown or of another shape; all of them are named.
         """
         current = self.read(role)
-        problems = [f"missing {name}" for name in current if name not in tensors]
-        problems += [f"unknown {name}" for name in tensors if name not in current]
-        problems += [
-            f"{name} has shape {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
-            for name, tensor in current.items()
-            if name in tensors and tensors[name].shape != tensor.shape
-        ]
-        if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise CheckpointError(f"The weights do not fit the adapter {role!r}: {shown}.")
+        if problems := misfits(current, tensors):
+            raise CheckpointError(f"The weights do not fit the adapter {role!r}: {problems}.")
         with torch.no_grad():
             for name, tensor in current.items():
                 assign(tensor, tensors[name])

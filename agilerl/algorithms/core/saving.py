@@ -22,6 +22,7 @@ from agilerl.errors import CheckpointError
 from agilerl.models.embeddings import stored_rows
 from agilerl.models.head import unwrap
 from agilerl.models.lora import config_differences
+from agilerl.models.misfits import misfits
 from agilerl.optim import CosineLRScheduleConfig
 
 __all__ = [
@@ -134,20 +135,10 @@ def write_adapter(resources: Resources, runtime: Runtime, role: str, saved: Adap
 def _write_state(model: nn.Module, tensors: Mapping[str, Tensor], runtime: Runtime, path: str) -> None:
     """Copy a whole state dict into a model. A tied tensor may be stored under any one of its names."""
     current = model.state_dict()
-    keepers: dict[Any, str] = {}
-    for name in tensors:
-        if name in current:
-            keepers[_memory(current[name])] = name
-    problems = [f"missing {name}" for name, t in current.items() if name not in tensors and _memory(t) not in keepers]
-    problems += [f"unknown {name}" for name in tensors if name not in current]
-    problems += [
-        f"{name} has shape {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in current.items()
-        if name in tensors and tensors[name].shape != tensor.shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"The weights in {path} do not fit this agent's network: {shown}.")
+    stored = {_memory(current[name]) for name in tensors if name in current}
+    tied = {name for name, tensor in current.items() if _memory(tensor) in stored}
+    if problems := misfits(current, tensors, may_lack=tied):
+        raise CheckpointError(f"The weights in {path} do not fit this agent's network: {problems}.")
     for name, tensor in tensors.items():
         runtime.copy_into(current[name], tensor)
 
