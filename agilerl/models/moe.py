@@ -12,6 +12,7 @@ go PEFT's way.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from functools import lru_cache, partial
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _EXPERTS_INTERFACE = ("num_experts", "is_transposed", "has_bias", "has_gate", "_apply_gate")
 _NUM_ARGUMENTS = 3
 """Hidden states, indices and weights of the chosen experts; families name the latter two differently."""
+
+_PROBED_EXPERTS = 4
 
 Factors = tuple[Tensor, Tensor, float]
 """lhs [E, a, r], rhs [E, r, b] and scaling: the delta of the packed parameter is ``scaling * lhs @ rhs``."""
@@ -160,34 +163,57 @@ def _fits(experts: nn.Module) -> bool:
 
 @torch.no_grad()
 def _agrees(wrapper: ParamWrapper, wrappers: dict[str, ParamWrapper], experts: nn.Module) -> bool:
-    """Compare with PEFT's forward on a few tokens, with adapters that are not zero for the time of the probe."""
+    """Compare with PEFT's forward on a few tokens and experts, in a small copy whose adapters are not zero."""
     param: Tensor = wrapper.get_param()  # type: ignore[assignment]
     if param.device.type == "meta" or type(param) is not nn.Parameter:
         return True  # nothing to compute with: the interface decides
     generator = torch.Generator().manual_seed(0)
-    name = wrapper.active_adapters[0]
-    factors: list[Tensor] = [w.lora_B[name].weight for w in wrappers.values()]  # type: ignore[misc]
-    kept = [(weight, weight.detach().clone()) for weight in factors]
     up = wrappers.get("gate_up_proj") or wrappers.get("up_proj")
     size = int((up.in_features if up is not None else wrappers["down_proj"].out_features) or 0)
-    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+    count = min(_PROBED_EXPERTS, int(experts.num_experts))  # type: ignore[arg-type]
     hidden = torch.randn(6, size, generator=generator).to(param.device, param.dtype)
-    index = torch.stack([torch.randperm(num_experts, generator=generator)[: min(2, num_experts)] for _ in range(6)])
+    index = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in range(6)])
     weights = torch.rand(index.shape, generator=generator).to(param.device, param.dtype)
     try:
-        for weight, _ in kept:
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+        small = _with_fewer_experts(wrapper, count, generator)
         index = index.to(param.device)
-        wanted = wrapper(hidden, index, weights).double()
-        found = _grouped_forward(experts, wrappers, hidden, index, weights).double()
+        wanted = small(hidden, index, weights).double()
+        few, base = _unwrap(small)
+        found = _grouped_forward(base, few, hidden, index, weights).double()
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         logger.debug("The probe of %s failed: %s", type(experts).__name__, error)
         return False
-    finally:
-        for weight, before in kept:
-            weight.copy_(before)
     tolerance = 64 * torch.finfo(param.dtype).eps * max(1.0, float(wanted.abs().max()))
     return bool(torch.isfinite(wanted).all()) and float((found - wanted).abs().max()) <= tolerance
+
+
+def _with_fewer_experts(module: Any, count: int, generator: torch.Generator) -> Any:
+    """A copy of a wrapper, or of the experts in it, with the first ``count`` experts and an adapter drawn at random.
+
+    PEFT's forward pass on all of them would make the very tensors that this file avoids.
+    """
+    small = copy.copy(module)
+    total = int(module.num_experts)
+    held = small.__dict__
+    held["_modules"], held["num_experts"] = dict(module._modules), count
+    if not isinstance(module, ParamWrapper):
+        held["_parameters"] = {
+            name: nn.Parameter(p[:count].clone(), requires_grad=False) if p is not None and len(p) == total else p
+            for name, p in module._parameters.items()
+        }
+        return small
+    name = next(name for name in module.active_adapters if name in module.lora_A)
+    for side in ("lora_A", "lora_B"):
+        weight: Tensor = getattr(module, side)[name].weight
+        # A stacks experts by rows, one after the other; B has them as the fastest of its columns.
+        shape = (count * (len(weight) // total), weight.shape[1])
+        if side == "lora_B":
+            shape = (len(weight), weight.shape[1] // total * count)
+        layer = nn.Linear(shape[1], shape[0], bias=False, device=weight.device, dtype=weight.dtype)
+        layer.weight.copy_(torch.randn(shape, generator=generator) * 0.1)
+        held["_modules"][side] = nn.ModuleDict({name: layer})
+    held["_modules"]["base_layer"] = _with_fewer_experts(module.base_layer, count, generator)
+    return small
 
 
 def _grouped_forward(
