@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ __all__ = ["base_fingerprint", "same_base"]
 VERSION = "1"
 SAMPLES = 64
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save|trainable_tokens_[a-z_]+|token_adapter)\.")
+_SPLITTING = ("pissa", "olora", "corda", "loftq")
 _WRAPPER = re.compile(r"\.(base_layer|original_module)(?=\.)")
 
 
@@ -23,8 +25,8 @@ def base_fingerprint(model: nn.Module) -> str:
     a base loaded in float32 and in bfloat16 gives the same text. Matrices have a part of their own because a quantised
     base does not hold them any more: it is compared by embeddings, norms and biases alone.
 
-    Take it before anything trains or shards the base, and before an adapter initialisation that changes it, such as
-    PiSSA.
+    Take it before anything trains or shards the base. Under an adapter whose start has moved a part of the base into
+    itself (PiSSA), the matrices are no longer the base's own: it is then compared without them, too.
     """
     common, matrices = hashlib.sha256(), hashlib.sha256()
     quantised = False
@@ -45,7 +47,15 @@ def base_fingerprint(model: nn.Module) -> str:
         part = common if tensor.dim() < 2 or _is_embedding(name) else matrices
         part.update(text)
         part.update(values)
-    return f"{VERSION}:{common.hexdigest()[:24]}:{'quantised' if quantised else matrices.hexdigest()[:24]}"
+    others = "quantised" if quantised else "split" if _is_split(model) else matrices.hexdigest()[:24]
+    return f"{VERSION}:{common.hexdigest()[:24]}:{others}"
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether an adapter's start changed the weights under it."""
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    starts = [getattr(config, "init_lora_weights", True) for config in configs.values()]
+    return any(isinstance(start, str) and start.startswith(_SPLITTING) for start in starts)
 
 
 def _is_embedding(name: str) -> bool:
@@ -85,4 +95,4 @@ def same_base(one: str | None, other: str | None) -> bool | None:
         return None
     if first[1] != second[1]:
         return False
-    return "quantised" in (first[2], second[2]) or first[2] == second[2]
+    return not {"quantised", "split"}.isdisjoint((first[2], second[2])) or first[2] == second[2]
