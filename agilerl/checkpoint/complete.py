@@ -54,9 +54,10 @@ def _compare(payload: Path, name: str, manifest: Manifest, listed_as: str | None
     try:
         size = path.stat().st_size
         if size != wanted.size:
-            return Problem(name, f"has {size} bytes instead of {wanted.size}")
+            state = "is cut off" if size < wanted.size else "was changed"
+            return Problem(name, f"{state}: it has {size} bytes instead of {wanted.size}")
         if hash_file(path) != wanted:
-            return Problem(name, "does not match its hash")
+            return Problem(name, "was changed: it does not match its hash")
     except FileNotFoundError:
         return Problem(name, "is missing")
     except OSError as error:

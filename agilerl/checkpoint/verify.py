@@ -212,6 +212,9 @@ class _Contents:
     def _check_base(
         self, attributes: dict[str, Any], adapters: Mapping[str, AdapterContent], base_model: str | None
     ) -> None:
+        if attributes["adapters"] and not adapters:
+            self._report.base = "not checked: the adapter is damaged"
+            return
         if not adapters:
             self._report.base = "not needed: all weights are in the checkpoint"
             return

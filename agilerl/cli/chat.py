@@ -29,7 +29,7 @@ def command(
         bool | None, typer.Option("--plain/--template", help="Without or with the chat template.", show_default=False)
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most likely answer.")] = 0.0,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: the most likely answer.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of drawn answers.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda ...")] = "auto",
     trust_remote_code: Annotated[
@@ -38,10 +38,11 @@ def command(
 ) -> int:
     """Talk to a model: interactively, or once with --message."""
     quiet_libraries()
-    from agilerl.recipes.chat import Conversation
+    from agilerl.recipes.chat import Conversation, check_temperature
     from agilerl.recipes.device import pick_device
     from agilerl.recipes.open import open_model
 
+    check_temperature(temperature)  # before the model is loaded
     opened = open_model(checkpoint, base=base, device=pick_device(device), trust_remote_code=trust_remote_code)
     conversation = Conversation.like_training(
         checkpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ def command(
     base: Annotated[str | None, typer.Option(help="Where the base model is now, if it has moved.")] = None,
 ) -> None:
     """Check hashes, shapes, finite values and the base model. Exits 0 if all is well and 1 if not."""
+    from agilerl.checkpoint import newest_complete
     from agilerl.checkpoint.verify import verify
 
     report = verify(path, base_model=base)
@@ -25,5 +27,16 @@ def command(
     if report.is_ok:
         typer.echo(f"{path} is a good checkpoint.")
         return
-    typer.echo(f"{path} is NOT a good checkpoint: {len(report.problems)} problem(s).", err=True)
+    count = len(report.problems)
+    typer.echo(
+        f"{path} is NOT a good checkpoint: {count} {'thing is' if count == 1 else 'things are'} wrong.", err=True
+    )
+    before = newest_complete(path)
+    is_other = before is not None and before.resolve() != Path(path).resolve()
+    typer.echo(
+        f"An earlier one in it is whole, use that: {before}"
+        if is_other
+        else "Copy these files again, or save it again.",
+        err=True,
+    )
     raise typer.Exit(1)

@@ -85,6 +85,8 @@ class LoraSection(Section):
     @field_validator("target_modules", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
+        if isinstance(value, (str, list, tuple)) and not value:
+            raise ValueError("is empty, so nothing would be adapted; name layers, or use all-linear")
         return value if not isinstance(value, tuple) else list(value)
 
 

@@ -93,11 +93,8 @@ def check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     modules = [name for name, _ in model.named_modules() if name]
     linear = [name for name, _ in _linear_modules(model)]
     targets = config.target_modules
-    model_type = getattr(model.config, "model_type", None)
-    if targets is None and not config.target_parameters and model_type not in _DEFAULT_TARGETS:
-        raise ModelError(
-            f"target_modules is needed for model type {model_type!r}; candidates are {leaf_names(linear)}, or 'all-linear'."
-        )
+    if not targets and not config.target_parameters:
+        _check_none_named(model, config, linear)
     if isinstance(targets, str):
         if targets != "all-linear" and not any(re.fullmatch(targets, name) for name in modules):
             raise ModelError(f"target_modules={targets!r} matches no layer; candidates are {leaf_names(linear)}.")
@@ -114,6 +111,20 @@ def check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     if parameters := config.target_parameters:
         names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
         _check_named(parameters, names, [n for n in names if not n.endswith(".weight")] or names, "target_parameters")
+
+
+def _check_none_named(model: PreTrainedModel, config: LoraConfig, candidates: list[str]) -> None:
+    if config.target_modules is not None and not config.trainable_token_indices:
+        raise ModelError(
+            f"target_modules is empty, so nothing would be adapted; name layers ({leaf_names(candidates)}) or use "
+            "'all-linear'."
+        )
+    model_type = getattr(model.config, "model_type", None)
+    if config.target_modules is None and model_type not in _DEFAULT_TARGETS:
+        raise ModelError(
+            f"target_modules is needed for model type {model_type!r}; candidates are {leaf_names(candidates)}, or "
+            "'all-linear'."
+        )
 
 
 def _check_adaptable(name: str, module: nn.Module, candidates: list[str]) -> None:

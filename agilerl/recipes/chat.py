@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,19 @@ from agilerl.recipes.describe import find_config
 from agilerl.recipes.generation import stop_ids, stream
 from agilerl.recipes.open import OpenModel
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "check_temperature"]
+
+
+def check_temperature(value: float) -> None:
+    """Refuse a temperature that tokens cannot be drawn at.
+
+    Raises:
+        ConfigError: It is negative or not finite.
+    """
+    if not (math.isfinite(value) and value >= 0.0):
+        raise ConfigError(
+            f"temperature is {value}; it must be a finite number of at least 0 (0: the most likely answer)."
+        )
 
 
 @dataclass
@@ -33,6 +46,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_temperature(self.temperature)
         if not self.opened.tokenizer.chat_template:
             self.plain = True
         if self.plain and self.system is not None:

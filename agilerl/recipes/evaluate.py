@@ -52,6 +52,7 @@ def evaluate_model(
         tokenizer=tokenizer,
         wrap=False,
         gradient_checkpointing=False,
+        use_liger_loss=device.startswith("cuda"),  # nobody has to be told that a CPU has no such kernel
     )
     with report.answering("answering") as progress:
         return evaluate(agent, env, config.evaluation, progress=progress)

@@ -86,6 +86,21 @@ def test_every_harmed_file_is_named_and_the_one_before_is_used(
     assert "attributes.pt" in capsys.readouterr().out
 
 
+def test_a_cut_adapter_is_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_checkpoints(tmp_path)
+    cut(tmp_path / "actor" / "adapter_model.safetensors")
+    assert main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "WRONG  actor/adapter_model.safetensors: is cut off: it has" in said.out
+    assert "base model: not checked: the adapter is damaged" in said.out
+    assert "1 thing is wrong" in said.err
+    assert f"An earlier one in it is whole, use that: {tmp_path / '.versions' / '1'}" in said.err
+    write_checkpoint(lora_content(lora_model()[1]), tmp_path / "single")
+    flip(tmp_path / "single" / "actor" / "adapter_model.safetensors")
+    assert main(["verify", str(tmp_path / "single")]) == 1
+    assert "Copy these files again, or save it again." in capsys.readouterr().err
+
+
 def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     write_checkpoint(CheckpointContent("SFT"), tmp_path)
     path = tmp_path / "manifest.json"

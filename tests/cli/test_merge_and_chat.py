@@ -96,3 +96,10 @@ def test_words_asked_are_those_of_the_person():
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert words_asked(tokenizer, ids) == "user said: hi"
     assert words_asked(tokenizer, tokenizer("plain words").input_ids) == "plain words"
+
+
+@pytest.mark.parametrize("temperature", ["inf", "nan", "-1", "-inf"])
+def test_temperatures_that_nothing_can_be_drawn_at(agilerl, temperature):
+    code, out, err = agilerl("chat", "no/such/model", "-m", "x", f"--temperature={temperature}")
+    assert (code, out) == (2, "")
+    assert "must be a finite number of at least 0" in err

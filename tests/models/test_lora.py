@@ -112,6 +112,13 @@ def test_every_entry_must_match_and_candidates_are_listed(settings: dict, wrong:
     assert [name for name, _ in model.named_modules()] == before
 
 
+def test_no_target_at_all_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"target_modules is empty, so nothing would be adapted; name layers \(down_proj"
+    ):
+        attach_lora(tiny_model("llama"), lora(target_modules=[]), seed=0)
+
+
 def test_a_layer_index_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"cannot put this LoRA configuration on the model.*layers_to_transform"):
         attach_lora(tiny_model("llama"), lora(layers_to_transform=[7]), seed=0)
