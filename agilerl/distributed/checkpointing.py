@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["blocks_of", "layer_type_of", "set_gradient_checkpointing"]
+__all__ = ["blocks_of", "layer_type_of", "set_gradient_checkpointing", "text_blocks_of"]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -24,6 +24,16 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         ):
             found.append((name, module))
     return found
+
+
+def text_blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks that every token passes: of a vision-language model those of its language model only."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    config: Any = getattr(base, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config() is config:
+        return blocks_of(model)
+    inside = set(base.get_decoder().modules())
+    return [(name, block) for name, block in blocks_of(model) if block in inside]
 
 
 def layer_type_of(model: nn.Module, name: str, block: nn.Module) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Which parameters are gathered together, and when.
 
-The units are the model's blocks, and one more for what lies outside them: embeddings, final norm and head. Training
-calls the backbone and the head directly and never the whole model, so that the outer unit is opened by hand around each
-micro-batch; the blocks open and close themselves.
+The units are the blocks of the language model, and one more for what lies outside them: embeddings, final norm and head,
+and the vision tower where there is one. Training calls the backbone and the head directly and never the whole model, so
+that the outer unit is opened by hand around each micro-batch; the blocks open and close themselves. A block that opens
+itself must run on every rank, or the others would wait for it: a tower does not run on a rank whose rows have no image.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from agilerl.distributed.checkpointing import blocks_of
+from agilerl.distributed.checkpointing import blocks_of, text_blocks_of
 from agilerl.distributed.config import FSDPConfig
 from agilerl.distributed.shards import mesh_names
 
@@ -48,7 +49,7 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, device: 
         "offload_policy": offload,
         "ignored_params": whole,
     }
-    blocks = [block for _, block in blocks_of(model)]
+    blocks = [block for _, block in text_blocks_of(model)]
     size = config.wrap_every_n_blocks
     units: list[list[nn.Module]] = []
     for start in range(0, len(blocks), size):
@@ -67,6 +68,7 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, device: 
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
     _add_opener(model)
+    _level_first_inputs(model)
     for unit in units_of(model):
         unit.set_gradient_divide_factor(1.0)  # the loss is divided already: gradients are summed
         if hasattr(unit, "set_force_sum_reduction_for_comms"):
@@ -89,7 +91,8 @@ def open_units(model: nn.Module) -> None:
 def expect_outer_gradients(model: nn.Module) -> None:
     """Zero gradients for what lies outside the blocks, while it is open.
 
-    A rank whose micro-batch has no target does not run the head; it must take part in the sum of its gradient all the same.
+    A rank whose micro-batch has no target does not run the head, and one without images no vision tower; it must take part
+    in the sum of their gradients all the same.
     """
     for module, name in model.__dict__.get(OUTER, ()):
         parameter = getattr(module, name)
@@ -108,6 +111,28 @@ def sync_gradients(model: nn.Module, reduce: bool, is_last: bool) -> None:
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(reduce)
     model.set_is_last_backward(is_last or reduce)
+
+
+def _level_first_inputs(model: nn.Module) -> None:
+    """Let the first block's input have a gradient on every rank where a trained vision tower gives it one on some.
+
+    FSDP2 reduces a block's gradients when its input's are done, and at the very end where the input has none: ranks with
+    and without images would sum in different orders.
+    """
+    blocks = text_blocks_of(model)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not blocks or len(blocks) == len(blocks_of(model)):
+        return
+    first = base.get_input_embeddings()
+    elsewhere = {*base.get_decoder().parameters(), *base.get_output_embeddings().parameters()}
+    if first.weight.requires_grad or not any(p.requires_grad and p not in elsewhere for p in model.parameters()):
+        return
+
+    def require(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_(True)
+
+    first.register_forward_hook(require)
 
 
 def _add_opener(model: nn.Module) -> None:

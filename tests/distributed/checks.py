@@ -254,6 +254,15 @@ def check_dpo(_: Path) -> Any:
     return {layout: scenarios.run_dpo(layout) for layout in ("ddp", "fsdp")}
 
 
+def check_pictures(_: Path) -> Any:
+    """Only one rank has rows with images."""
+    return {
+        f"{scenario}/{layout}": scenarios.run_pictures(scenario, layout)
+        for scenario in scenarios.PICTURED
+        for layout in scenarios.LAYOUTS
+    }
+
+
 def check_grids(_: Path) -> Any:
     """Four ranks: replicas of shards, and matrices split as well."""
     found = {}
@@ -275,6 +284,7 @@ TWO = (
     "non_finite_raises_everywhere",
     "scenarios",
     "dpo",
+    "pictures",
     "skeleton",
     "skeleton_full",
     "save_fsdp",

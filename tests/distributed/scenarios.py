@@ -12,7 +12,9 @@ from torch import Tensor
 from agilerl.algorithms.dpo import DPO
 from agilerl.algorithms.sft import SFT
 from agilerl.distributed import FSDPConfig, get_rank, get_world_size
-from tests.helpers import tiny_model
+from agilerl.models.segments import Sample
+from tests.helpers import random_rows, tiny_model, tiny_vision_model
+from tests.models.test_multimodal import image_row
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PRECISE = {"param_dtype": "float64", "reduce_dtype": "float64"}
@@ -172,6 +174,57 @@ def run_dpo(layout: str) -> Run:
     run = {"metrics": metrics, "weights": trained(agent)}
     agent.clean_up()
     return run
+
+
+PICTURED: dict[str, dict[str, Any]] = {
+    "tower": {"family": "llava", "lora": ["q_proj", "v_proj"]},  # adapters in the vision tower, too
+    "full": {"family": "llava"},
+    "language": {"family": "qwen2_vl", "lora": ["q_proj"], "lora_target_scope": "language_model"},
+}
+
+
+def pictured_rows(family: str) -> list[Sample]:
+    """Rows with and without an image in turn, so that of two ranks only the first has images."""
+    rows = []
+    for number, ids in enumerate(random_rows([9, 5, 7, 6, 8], vocab=100)):
+        rows.append(image_row(family, number) if number % 2 == 0 else Sample(ids, torch.ones(len(ids))))
+    return rows
+
+
+def run_pictures(scenario: str, layout: str) -> Run:
+    """Rows with images on the present ranks."""
+    settings = dict(PICTURED[scenario])
+    family, targets = settings.pop("family"), settings.pop("lora", None)
+    fields = LAYOUTS[layout]
+    agent = SFT(
+        0,
+        "<pad>",
+        actor_network=tiny_vision_model(family, dtype=torch.float64),
+        lora_config=LoraConfig(r=2, lora_alpha=4, target_modules=targets) if targets else None,
+        fsdp_config=FSDPConfig(**fields, **PRECISE) if fields is not None else None,
+        lr=1e-2,
+        batch_size=6,
+        micro_batch_size_per_gpu=2,
+        max_grad_norm=0.5,
+        **settings,
+    )
+    stir(agent)
+    rows = pictured_rows(family)[agent.runtime.dp_rank :: agent.runtime.dp_size]
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch: dict[str, Any] = {
+        "input_ids": pad([row.ids for row in rows], batch_first=True),
+        "attention_mask": pad([torch.ones_like(row.ids) for row in rows], batch_first=True),
+        "response_weights": pad([row.weights.float() for row in rows], batch_first=True),
+        "inputs": [row.extra for row in rows],
+    }
+    metrics = []
+    for _ in range(3):
+        got = agent.learn(batch)
+        metrics.append([got["loss"], got["grad_norm"], got["tokens"]])
+    # A bias that all keys share changes no attention: its gradient is rounding, which Adam makes steps of.
+    weights = {name: value for name, value in trained(agent).items() if not name.endswith("k_proj.bias")}
+    agent.clean_up()
+    return {"metrics": metrics, "weights": weights}
 
 
 def save_tiny(folder: Path, family: str = "llama", **overrides: Any) -> str:

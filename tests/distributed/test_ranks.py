@@ -29,6 +29,12 @@ def test_preference_optimisation_on_two_ranks_equals_one(two: Ranks, layout: str
     assert_same_run(two.value("dpo")[layout], scenarios.run_dpo("ddp"), EXACT)
 
 
+@pytest.mark.parametrize("layout", scenarios.LAYOUTS)
+@pytest.mark.parametrize("scenario", scenarios.PICTURED)
+def test_images_on_one_rank_only(two: Ranks, scenario: str, layout: str) -> None:
+    assert_same_run(two.value("pictures")[f"{scenario}/{layout}"], scenarios.run_pictures(scenario, "ddp"), EXACT)
+
+
 def test_collectives(two: Ranks) -> None:
     for rank in range(2):
         assert two.value("collectives", rank) == {
