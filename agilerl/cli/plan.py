@@ -78,8 +78,9 @@ def command(
 def _plan(config: RunConfig, procs: int, longest: int | None) -> tuple[Plan, Workload, str]:
     from agilerl.distributed.plan import count, plan_of
     from agilerl.recipes.device import pick_device, pick_dtype
-    from agilerl.recipes.setup import fsdp_config
+    from agilerl.recipes.setup import fsdp_config, starting_point
 
+    config = starting_point(config)
     if config.model.quantization != "none":
         raise ConfigError(
             "agilerl plan does not know quantised models yet: set model.quantization=none for an upper bound."
@@ -109,6 +110,7 @@ def _network(config: RunConfig) -> Any:
     from agilerl.distributed.plan import hollow_model
     from agilerl.models.build import resolve_name
     from agilerl.models.targets import adapt_lora_config_for_model, check_targets
+    from agilerl.recipes.open import adapter_settings
     from agilerl.recipes.setup import lora_config
 
     name = config.model.name
@@ -118,6 +120,8 @@ def _network(config: RunConfig) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelError(f"The settings of the model {name!r} cannot be read ({reason}).") from None
+    if config.model.adapter is not None:
+        return get_peft_model(network, adapter_settings(config.model.adapter), low_cpu_mem_usage=True)
     lora = lora_config(config.lora)
     if lora is None:
         return network
@@ -135,10 +139,9 @@ def _workload(config: RunConfig, network: Any, device: str, ranks: int, longest:
     if longest is not None:
         top, mean = longest, float(longest)
     else:
-        from agilerl.models import load_tokenizer
-        from agilerl.recipes.setup import build_env
+        from agilerl.recipes.setup import build_env, load_tokenizer_for
 
-        env = build_env(config, load_tokenizer(config.model.name), objective="sft")
+        env = build_env(config, load_tokenizer_for(config.model), objective="sft")
         report = env.reports["train"]
         top, mean = env.longest, report.tokens / max(1, report.examples)
         share = report.trained_tokens / max(1, report.tokens)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agilerl.distributed.checkpointing import blocks_of
+from agilerl.distributed.checkpointing import text_blocks_of
 from agilerl.distributed.config import FSDPConfig
 from agilerl.distributed.skeleton import parameters_on_meta
 
@@ -53,7 +53,7 @@ class Counts:
     Attributes:
         frozen: Base parameters that are not trained.
         trained: Parameters that are.
-        outside: Of both, those outside the blocks (embeddings, head).
+        outside: Of both, those outside the blocks (embeddings, head, a vision tower).
         blocks: Number of blocks.
         adapter_rank: Sum of the ranks of adapted layers in one block.
     """
@@ -135,11 +135,16 @@ def estimate(
 
 def hollow_model(folder: str | Path, lora_config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """The model in ``folder`` with its adapters, but without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    takes_images = (
+        config.get_text_config() is not config and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    )
+    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     with parameters_on_meta():
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: Any = kind.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     if lora_config is None:
         return model
@@ -150,7 +155,7 @@ def hollow_model(folder: str | Path, lora_config: Any, *, trust_remote_code: boo
 
 def count(model: nn.Module) -> Counts:
     """Count a model's parameters; a model on the meta device will do."""
-    blocks = blocks_of(model)
+    blocks = text_blocks_of(model)
     inside = {parameter for _, block in blocks for parameter in block.parameters()}
     ranks = 0
     for module in blocks[0][1].modules() if blocks else ():

@@ -13,7 +13,7 @@ from agilerl.errors import CheckpointError, ModelError
 from agilerl.models import load_base_model, load_tokenizer
 from agilerl.models.embeddings import stored_rows
 
-__all__ = ["OpenModel", "load_adapter", "open_model"]
+__all__ = ["OpenModel", "adapter_settings", "load_adapter", "open_model"]
 
 
 @dataclass
@@ -78,9 +78,7 @@ def load_adapter(base: Any, folder: str | Path, *, is_trainable: bool = False) -
     """
     from peft import PeftModel
 
-    adapter = _adapter_folder(Path(folder).expanduser())
-    if adapter is None:
-        raise ModelError(f"{folder} holds no adapter (adapter_config.json); found: {_listing(Path(folder))}.")
+    adapter = _existing_adapter(folder)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -93,6 +91,32 @@ def load_adapter(base: Any, folder: str | Path, *, is_trainable: bool = False) -
         # A fresh random adapter in place of a trained one would answer like the base, and nobody would know.
         raise CheckpointError(f"The adapter in {adapter} is incomplete: {missing[0][:300]}")
     return model
+
+
+def adapter_settings(folder: str | Path) -> Any:
+    """PEFT's settings of the adapter in a folder, to train it further.
+
+    Raises:
+        ModelError: There is no adapter, or its settings cannot be read.
+    """
+    from peft import PeftConfig
+
+    adapter = _existing_adapter(folder)
+    try:
+        settings = PeftConfig.from_pretrained(str(adapter))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"The settings of the adapter in {adapter} cannot be read ({str(error).splitlines()[0]})."
+        ) from None
+    settings.inference_mode = False
+    return settings
+
+
+def _existing_adapter(folder: str | Path) -> Path:
+    adapter = _adapter_folder(Path(folder).expanduser())
+    if adapter is None:
+        raise ModelError(f"{folder} holds no adapter (adapter_config.json); found: {_listing(Path(folder))}.")
+    return adapter
 
 
 def _open_adapter(adapter: Path, folder: Path, base: str | None, arguments: dict[str, Any]) -> OpenModel:

@@ -53,6 +53,8 @@ def starting_point(config: RunConfig) -> RunConfig:
     """
     folder = Path(config.model.name).expanduser()
     if not (folder / "attributes.pt").is_file():
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise ConfigError(_bare_adapter(folder))
         if config.model.name == DEMO_FOLDER and not folder.exists():
             raise ConfigError(f"There is no {DEMO_FOLDER} to go on from: run `agilerl sft` first, or give --model.")
         return config
@@ -67,6 +69,13 @@ def starting_point(config: RunConfig) -> RunConfig:
     if config.model.adapter is not None:
         raise ConfigError(f"model.name {folder} brings an adapter already; leave model.adapter out.")
     return _with_model(config, name=str(base), adapter=str(folder))
+
+
+def _bare_adapter(folder: Path) -> str:
+    found = f"{folder} holds an adapter alone, not a model"
+    if (folder.parent / "attributes.pt").is_file():
+        return f"{found}; name the run that it belongs to: {folder.parent}"
+    return f"{found}; name its base model with --model and the adapter with model.adapter={folder}"
 
 
 def _with_model(config: RunConfig, **values: Any) -> RunConfig:
@@ -272,15 +281,25 @@ def _ranges(evolution: EvolutionSection, section: SFTSection | DPOSection) -> Hy
     )
 
 
+def _tokenizer_place(model: ModelSection) -> str:
+    """Where a chat template is saved with what was trained: beside the adapter, or above a checkpoint's whole model."""
+    place = Path(model.name).expanduser()
+    if model.adapter is not None:
+        above = Path(model.adapter).expanduser()
+    elif (place.parent / "attributes.pt").is_file() and not (place / "tokenizer_config.json").is_file():
+        above = place.parent
+    else:
+        return model.name
+    return str(above) if (above / "tokenizer_config.json").is_file() else model.name
+
+
 def load_tokenizer_for(model: ModelSection) -> Any:
     """The tokenizer of a run's model; one without an end token cannot end an answer.
 
     Raises:
         ConfigError: There is no end token.
     """
-    beside = Path(model.adapter or "").expanduser()
-    is_saved = model.adapter is not None and (beside / "tokenizer_config.json").is_file()
-    tokenizer = load_tokenizer(str(beside) if is_saved else model.name)  # a chat template is saved with the adapter
+    tokenizer = load_tokenizer(_tokenizer_place(model))
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"The tokenizer of {model.name} has no end token, so answers could not end; set one and save it."

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from PIL import Image
 from safetensors.torch import load_file
 
+from agilerl.algorithms import SFT
 from agilerl.cli import main
+from agilerl.models import load_tokenizer
 from tests.distributed.launch import ROOT
-from tests.helpers import tiny_model, tiny_tokenizer
+from tests.helpers import tiny_model, tiny_tokenizer, tiny_vision_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -116,3 +120,53 @@ def test_plan_reads_settings_only(job: tuple[Path, list[str]], capsys: pytest.Ca
     assert found["advice"]
     assert main([*arguments, "--procs", "2", "fsdp.enabled=true", "--memory", "4"]) == 0
     assert "gathered" in json.loads(capsys.readouterr().out)["parts_mib"]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_a_plan_of_a_run_that_goes_on_from_a_checkpoint(
+    job: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """The parts are those of the model and the adapter in the checkpoint, whatever the lora section says."""
+    folder, words = job
+    tokenizer = load_tokenizer(str(folder / "model"))
+    lora = LoraConfig(r=2, target_modules=["q_proj"]) if kind == "adapter" else None
+    agent = SFT(0, "<pad>", model_name=str(folder / "model"), lora_config=lora, tokenizer=tokenizer)
+    agent.save_checkpoint(tmp_path / "saved")
+    trained = sum(p.numel() for p in agent.actor.parameters() if p.requires_grad)
+    words = [*words, f"model.name={tmp_path / 'saved'}", "model.dtype=float32"]
+    if kind == "full":
+        words.append("lora.enabled=false")
+    assert main(["plan", *words, "--tflops", "0.001", "--memory", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts_mib"]["optimizer"] == pytest.approx(2 * 4 * trained / 2**20, abs=0.1)
+    total = sum(p.numel() for p in agent.actor.parameters())
+    assert found["parts_mib"]["weights"] == pytest.approx(4 * total / 2**20, abs=0.1)
+
+
+def test_a_plan_of_a_vision_language_model_counts_its_tower(
+    job: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, words = job
+    model = tiny_vision_model("llava")
+    model.resize_token_embeddings(len(load_tokenizer(str(folder / "model"))))
+    model.save_pretrained(tmp_path / "vision")
+    load_tokenizer(str(folder / "model")).save_pretrained(tmp_path / "vision")
+    words = [*words, f"model.name={tmp_path / 'vision'}", "model.dtype=float32", "lora.target_scope=language_model"]
+    assert main(["plan", *words, "--tflops", "0.001", "--memory", "4", "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["parts_mib"]["weights"]
+    assert weights >= 4 * sum(p.numel() for p in model.parameters()) / 2**20 - 0.1
+
+
+def test_a_plan_for_pictures_is_a_sentence(
+    job: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line trains on text: a folder of pictures, or rows that name some, are refused as by `agilerl sft`."""
+    _, words = job
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (4, 4), "red").save(tmp_path / "pictures" / "a.png")
+    part = {"type": "image", "image": str(tmp_path / "pictures" / "a.png")}
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    for place, says in (("pictures", "holds no data file"), ("rows.jsonl", "images")):
+        assert main(["plan", *words, f"data.train={tmp_path / place}"]) == 2
+        assert says in capsys.readouterr().err
