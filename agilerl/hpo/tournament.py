@@ -5,6 +5,7 @@ Deciding and doing are apart: ``choose`` looks at numbers only, so one rank can 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from agilerl.hpo.member import Member, last_fitness
 from agilerl.hpo.rng import load_rng_state, make_rng, rng_state
 
 __all__ = ["Selection", "TournamentSelection"]
+
+_logger = logging.getLogger(__name__)
 
 AnyMember = TypeVar("AnyMember", bound=Member)
 
@@ -51,6 +54,13 @@ class TournamentSelection:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if not isinstance(elitism, bool):
             raise ConfigError(f"elitism is True or False, got {elitism!r}.")
+        if tournament_size > population_size:
+            _logger.warning(
+                "tournament_size %d is more than the population of %d: every draw holds all members, so the fittest is the "
+                "parent of all.",
+                tournament_size,
+                population_size,
+            )
         self.tournament_size = tournament_size
         self.elitism = elitism
         self.population_size = population_size

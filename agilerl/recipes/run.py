@@ -14,6 +14,7 @@ from agilerl.config.yaml import dump
 from agilerl.distributed import get_rank
 from agilerl.metrics import Sink
 from agilerl.metrics.sinks import ConsoleSink, CSVSink, JSONLSink, TensorBoardSink, WandbSink
+from agilerl.recipes.checks import check_base, check_kind, check_ranges
 from agilerl.recipes.describe import CONFIG_FILE, Description
 from agilerl.recipes.folder import keep_file, prepare_output, write_aside
 from agilerl.recipes.report import Reporter
@@ -79,7 +80,12 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
         AgileRLError: Something the user can put right; everything that can be checked is checked before training.
         Interrupted: Stopped by a signal; a checkpoint was saved if training had begun.
     """
-    config, resume = starting_point(description.loaded.config), description.resume
+    resume = description.resume
+    if resume is not None:
+        check_kind(resume, recipe.algorithm, recipe.name)
+    check_ranges(description.loaded.config, recipe.algorithm)
+    config = starting_point(description.loaded.config)
+    check_base(config, description.loaded.config.model.name)
     report = reporter or Reporter(is_main=get_rank() == 0)
     folder = prepare_output(config.output.path, overwrite=config.output.overwrite, resume=resume is not None)
     if not config.output.overwrite:

@@ -568,6 +568,25 @@ def test_a_snapshot_does_not_change_with_training(tmp_path):
     assert equal(weights(other), before)
 
 
+def test_a_released_snapshot_lends_its_memory_to_the_next(tmp_path):
+    agent = make_agent()
+    agent.learn(batch())
+    first = agent.snapshot_checkpoint()
+    lent = {tensor.data_ptr() for tensor in first._borrowed}
+    other = agent.snapshot_checkpoint()  # the first is still in use: this one gets memory of its own
+    assert not lent & {tensor.data_ptr() for tensor in other._borrowed}
+    first.release()
+    agent.learn(batch(seed=1))
+    after = weights(agent)
+    again = agent.snapshot_checkpoint()
+    assert {tensor.data_ptr() for tensor in again._borrowed} == lent
+    agent.learn(batch(seed=2))
+    again.write(tmp_path)
+    loaded = make_agent()
+    loaded.load_weights(tmp_path)
+    assert equal(weights(loaded), after)
+
+
 # -- clones and populations ----------------------------------------------------------------------------------------------
 
 

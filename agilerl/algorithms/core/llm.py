@@ -27,6 +27,7 @@ from agilerl.algorithms.core.state import random_stream
 from agilerl.algorithms.core.update import Objective, Sums, Updater
 from agilerl.checkpoint import (
     CheckpointContent,
+    HostBuffers,
     LLMCheckpointSnapshot,
     read_checkpoint,
     tokenizer_difference,
@@ -120,6 +121,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
 
     def _adopt(self, resources: Resources) -> None:
         self._resources = resources
+        self._host_buffers = HostBuffers()
         self._updater: Updater[Any] = Updater(
             self._make_objective(),
             resources.model,
@@ -226,7 +228,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
     def clean_up(self) -> None:
         """Let go of network, optimizer and their memory; the agent cannot be used afterwards."""
         super().clean_up()
-        for name in ("_updater", "_resources"):
+        for name in ("_updater", "_resources", "_host_buffers"):
             self.__dict__.pop(name, None)
         if self._runtime.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -560,11 +562,13 @@ class LLMAlgorithm(EvolvableAlgorithm):
     def snapshot_checkpoint(self, lora_only: bool = True, save_optimizer: bool = True) -> LLMCheckpointSnapshot:
         """Copy the checkpoint into host memory; later training does not change it. All ranks call this together.
 
+        ``release()`` on a snapshot that is written hands its memory to the next one, which then costs a copy and no more.
+
         Args:
             lora_only: See `save_checkpoint`.
             save_optimizer: See `save_checkpoint`.
         """
-        return LLMCheckpointSnapshot.of(self._capture(lora_only, save_optimizer))
+        return LLMCheckpointSnapshot.of(self._capture(lora_only, save_optimizer), self._host_buffers)
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], lora_only: bool = True, save_optimizer: bool = True
