@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from agilerl.errors import ModelError
+from agilerl.models.halves import wide_attention
 from agilerl.models.varlen import varlen
 
 __all__ = ["SEGMENTED", "Segments", "attend", "segmented_attention"]
@@ -217,9 +218,11 @@ def segmented_attention(
         if plain:
             masked = rows != columns or (bool(sliding_window) and columns > (sliding_window or 0))
             mask = segments.mask(rows, columns, sliding_window, q.device) if masked else None
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
-            )
+            out = None if dropout else wide_attention(q, k, v, mask, scale)
+            if out is None:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+                )
         else:
             mask = segments.mask(rows, columns, sliding_window, q.device)
             out = _explicit(q, k, v, scale, mask, dropout, softcap, s_aux)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from agilerl.hardware import is_better_wide
 
-__all__ = ["WideLinear", "install"]
+__all__ = ["WideLinear", "install", "wide_attention"]
 
 
 class _WideProduct(torch.autograd.Function):
@@ -39,6 +39,49 @@ class _WideProduct(torch.autograd.Function):
         grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if x is not None else None
         grad_bias = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
+
+
+class _WideAttention(torch.autograd.Function):
+    """Scaled dot-product attention in float32, rounded to the dtype of ``q``; keeps unwidened arrays only.
+
+    PyTorch's processor kernels are called by name because what they keep for their backward pass would be float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        wide, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float(), k.float(), v.float(), 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, sums, mask)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, sums, mask = ctx.saved_tensors
+        wide = [t.float() for t in (grad, q, k, v, out)]
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        return *(t.to(q.dtype) for t in grads), None, None
+
+
+def wide_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
+    """Attention computed in float32 where that is faster, or None where it is not or cannot be.
+
+    Args:
+        q: ``[1, heads, T, d]``.
+        k: ``[1, key heads, S, d]``; query heads attend to them in groups.
+        v: ``[1, key heads, S, d]``.
+        mask: Boolean ``[T, S]``, True where attention is allowed; None is causal.
+        scale: Factor of the scores.
+    """
+    if not is_better_wide(q) or q.dtype != k.dtype or q.dtype != v.dtype or q.shape[-1] != v.shape[-1]:
+        return None
+    bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+    return _WideAttention.apply(q, k, v, bias, scale)  # type: ignore[return-value]
 
 
 class WideLinear(nn.Linear):
