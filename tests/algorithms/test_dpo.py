@@ -279,3 +279,40 @@ def test_beta_can_be_assigned_and_takes_effect() -> None:
     agent.beta = 0.2
     second = agent.learn(make_pairs(), training=False)
     assert second["reward_margin"] == pytest.approx(2 * first["reward_margin"], rel=1e-5)
+
+
+def test_the_adapter_that_a_model_brings_is_the_reference() -> None:
+    sft = SFT(
+        0, "<pad>", actor_network=tiny_model("llama"), lora_config=LoraConfig(r=4, target_modules=["q_proj"]), lr=1e-2
+    )
+    ids = torch.randint(3, 128, (6, 9), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "prompt_lengths": [3] * 6}
+    for _ in range(5):
+        sft.learn(batch)
+    trained = sft._resources.adapters.read("actor")
+    trained = {name: tensor.clone() for name, tensor in trained.items()}
+    agent = DPO(0, "<pad>", actor_network=sft.actor)
+    metrics = agent.learn(make_pairs(), training=False)
+    assert metrics["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert metrics["reward_margin"] == 0.0
+    for role in ("actor", "reference"):
+        assert all(torch.equal(t, trained[n]) for n, t in agent._resources.adapters.read(role).items())
+
+
+def test_one_identical_pair_among_three_adds_ln_2_and_no_gradient() -> None:
+    batch = {name: value[:3] for name, value in make_pairs().items()}
+    for name in ("input_ids", "attention_mask"):  # the middle one; its row is as wide as the widest, padding aside
+        same = torch.zeros_like(batch[f"rejected_{name}"])
+        width = min(same.shape[1], batch[f"chosen_{name}"].shape[1])
+        same[1, :width] = batch[f"chosen_{name}"][1, :width]
+        batch[f"rejected_{name}"] = torch.where(torch.arange(3)[:, None] == 1, same, batch[f"rejected_{name}"])
+    others = {name: value[::2] for name, value in batch.items()}
+    found = []
+    for rows in (batch, others):
+        agent = make_agent("phi", nll_alpha=0.0)
+        agent.learn(rows, training=False)
+        perturbed(agent)
+        found.append(gradients_of_learn(agent, rows))
+    (with_it, three), (without, two) = found
+    assert 3 * with_it["preference_loss"] == pytest.approx(2 * without["preference_loss"] + math.log(2), rel=1e-12)
+    assert_close({name: 1.5 * g for name, g in three.items()}, two, 1e-10)

@@ -203,6 +203,17 @@ def test_identical_answers_are_counted_and_bad_ones_named() -> None:
         DatasetEnv([{"chosen": "a", "rejected": "b"}], rows, TOKENIZER, objective="preference")
 
 
+@pytest.mark.parametrize("data_format", ["auto", None])
+def test_columns_that_pairs_do_not_use_are_named(data_format: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"id": 1, "messages": TURNS, "prompt": "q", "chosen": "a", "rejected": "b"}] * 2
+    given = {} if data_format is None else {"data_format": data_format}
+    env = DatasetEnv(rows, rows, TOKENIZER, objective="preference", **given)
+    assert env.dataset_size == {"train": 2, "test": 2}
+    batch = env.reset()
+    assert TOKENIZER.decode(batch["chosen_input_ids"][0]).startswith("q")
+    assert any("columns not used: id, messages" in notice for notice in env.report.notices)
+
+
 def test_a_label_that_was_shifted_beforehand_is_refused() -> None:
     with pytest.raises(ValueError, match="label 41 at token 0"):
         texts([{"input_ids": [40, 41, 42], "labels": [41, 42, -100]}])

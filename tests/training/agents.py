@@ -48,11 +48,10 @@ def make_pair_agent(*, dropout: float = 0.0, **kwargs: Any) -> DPO:
 
 def _agent(algorithm: type[Agent], lora: bool, dropout: float, kwargs: dict[str, Any]) -> Agent:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=dropout) if lora else None
-    defaults = {"batch_size": 8, "lr": 1e-2, "gradient_checkpointing": False, "max_grad_norm": 1.0}
-    model = tiny_model("llama", vocab_size=len(TOKENIZER))
-    return algorithm(
-        TOKENIZER.eos_token_id, TOKENIZER.eos_token, actor_network=model, lora_config=config, **(defaults | kwargs)
-    )
+    defaults: dict[str, Any] = {"batch_size": 8, "lr": 1e-2, "gradient_checkpointing": False, "max_grad_norm": 1.0}
+    if "actor_network" not in kwargs:
+        defaults["actor_network"] = tiny_model("llama", vocab_size=len(TOKENIZER))
+    return algorithm(TOKENIZER.eos_token_id, TOKENIZER.eos_token, lora_config=config, **(defaults | kwargs))
 
 
 def make_population(size: int, **kwargs: Any) -> list[SFT]:
