@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from agilerl.data.images import tokenizer_of
 
 __all__ = ["TokenizerFiles", "read_tokenizer", "tokenizer_difference", "tokenizer_files"]
 
@@ -21,15 +20,19 @@ class TokenizerFiles(dict[str, bytes]):
     """Relative file name -> bytes of a saved tokenizer."""
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase | TokenizerFiles) -> TokenizerFiles:
-    """Render a tokenizer to the files that ``save_pretrained`` writes; kept until the tokenizer visibly changes."""
+def tokenizer_files(tokenizer: Any) -> TokenizerFiles:
+    """Render a tokenizer to the files that ``save_pretrained`` writes; kept until the tokenizer visibly changes.
+
+    A processor of a vision-language model stands for its tokenizer, and its own files are among them.
+    """
     if isinstance(tokenizer, TokenizerFiles):
         return tokenizer
+    words = tokenizer_of(tokenizer)
     version = (
-        len(tokenizer),
+        len(words),
         str(getattr(tokenizer, "chat_template", None)),
-        str(tokenizer.special_tokens_map),
-        tokenizer.padding_side,
+        str(words.special_tokens_map),
+        words.padding_side,
     )
     known = _rendered.get(tokenizer)
     if known is not None and known[0] == version:
@@ -48,6 +51,7 @@ def _files(root: Path) -> list[Path]:
 
 def tokenizer_difference(saved: Any, here: Any) -> str | None:
     """Say how two tokenizers differ in the ids that they give; None where they do not (templates may)."""
+    saved, here = tokenizer_of(saved), tokenizer_of(here)
     theirs, ours = saved.get_vocab(), here.get_vocab()
     if len(theirs) != len(ours):
         return f"it has {len(theirs)} entries there and {len(ours)} here"
@@ -60,10 +64,13 @@ def tokenizer_difference(saved: Any, here: Any) -> str | None:
     return None
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint, or None where it has none; no network, no remote code."""
+def read_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer, or the processor, of a checkpoint; None where it has none. No network, no remote code."""
     if not (folder / MARKER).exists():
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    from agilerl.models.build import PROCESSOR_FILES
+
+    kind = AutoProcessor if any((folder / name).exists() for name in PROCESSOR_FILES) else AutoTokenizer
+    return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -38,6 +38,7 @@ def command(
 ) -> int:
     """Talk to a model: interactively, or once with --message."""
     quiet_libraries()
+    from agilerl.models.build import takes_images
     from agilerl.recipes.chat import Conversation, check_temperature
     from agilerl.recipes.device import pick_device
     from agilerl.recipes.open import open_model
@@ -56,6 +57,8 @@ def command(
     if message is not None:
         _answer(conversation, message)
         return 0
+    if takes_images(opened.base, trust_remote_code=trust_remote_code) and sys.stdin.isatty():
+        sys.stdout.write("The model can read images, but is asked in words alone here.\n")
     return _talk(conversation, checkpoint)
 
 

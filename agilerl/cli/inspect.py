@@ -43,6 +43,7 @@ def command(
     from agilerl.llm_envs.inspection import inspect_data
     from agilerl.models import load_tokenizer
     from agilerl.recipes.describe import describe
+    from agilerl.recipes.images import processor_for
     from agilerl.recipes.setup import bundled, model_limits
 
     config = describe(words or (), options=options_of(model=model, data=data)).loaded.config
@@ -56,6 +57,7 @@ def command(
         rows=rows,
         max_positions=max_positions,
         stop_ids=stop_ids,
+        processor=processor_for(config, kind),
     )
     if page is not None:
         from agilerl.data.inspect import as_html, summary_lines

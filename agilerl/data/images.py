@@ -20,22 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agilerl.data.formats import Format
+from agilerl.data.image_rows import IMAGE_COLUMNS, IMAGE_PARTS, REFERENCES
 from agilerl.data.records import Chat, Example, Message, Pair, Record, Reply, Row, RowFault, Span
 from agilerl.errors import DataError
 from agilerl.optional import require
 
 __all__ = [
-    "IMAGE_COLUMNS",
     "ImageFormat",
     "ImageProcessor",
     "ImageTokenizer",
     "Pictured",
     "Pictures",
-    "has_image_parts",
+    "tokenizer_of",
 ]
-
-IMAGE_COLUMNS = ("images", "image")
-_REFERENCES = ("image", "path", "bytes", "url", "image_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +44,13 @@ class Pictured:
     """As the row holds them: PIL images, paths, or ``{"bytes": ..., "path": ...}``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageFormat:
     """Another format, whose rows may have images: a column of them, or image parts of messages."""
 
     inner: Format
+    num_pictured: int = 0
+    """Records with images so far."""
 
     @property
     def name(self) -> str:
@@ -73,7 +72,9 @@ class ImageFormat:
         held = list(held) if isinstance(held, list | tuple) else [held]
         records = self.inner.convert(row)
         found: list[Any] = [_pictured(record, held) for record in records]
-        if len(found) > 1 and any(isinstance(record, Pictured) for record in found):
+        has_pictures = any(isinstance(record, Pictured) for record in found)
+        self.num_pictured += has_pictures
+        if len(found) > 1 and has_pictures:
             raise RowFault("bad_image", "has images and gives several rows; make it one record for each")
         return found
 
@@ -106,26 +107,14 @@ def _without_images(message: Message, images: list[Any], waiting: list[Any]) -> 
         return message
     parts = []
     for part in content:
-        if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
-            own = next((part[name] for name in _REFERENCES if part.get(name) is not None), None)
+        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            own = next((part[name] for name in REFERENCES if part.get(name) is not None), None)
             if own is None and not waiting:
                 raise RowFault("image_count", "has an image part without an image")
             images.append(waiting.pop(0) if own is None else own)
             part = {"type": "image"}
         parts.append(part)
     return message | {"content": parts}
-
-
-def has_image_parts(row: Row) -> bool:
-    """Whether any message of a record has an image part."""
-    turns = (turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict))
-    contents = (turn.get("content") for turn in turns)
-    return any(
-        isinstance(part, dict) and part.get("type") in ("image", "image_url")
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-    )
 
 
 def _shown(content: Any, count: int) -> list[Any]:
@@ -138,6 +127,11 @@ def _shown(content: Any, count: int) -> list[Any]:
             parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
         return parts
     return [{"type": "image"}] * count + parts
+
+
+def tokenizer_of(encoder: Any) -> Any:
+    """The tokenizer itself, of a tokenizer or of a processor that has one."""
+    return encoder.tokenizer if hasattr(encoder, "image_processor") else encoder
 
 
 class ImageProcessor:

@@ -8,13 +8,14 @@ import json
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from agilerl.data.files import COLUMNAR, kind_of, read_file
+from agilerl.data.image_rows import with_image_paths
 from agilerl.data.records import Row, RowFault
 from agilerl.errors import DataError
 
@@ -71,6 +72,8 @@ class FileSource:
     """One file."""
 
     path: Path
+    has_images: bool = False
+    """Whether relative image paths are taken from the file's folder."""
 
     @property
     def is_columnar(self) -> bool:
@@ -84,7 +87,12 @@ class FileSource:
         return f"{self.path.name}:{_file_hash(self.path, stat.st_size, stat.st_mtime_ns)}"
 
     def __iter__(self) -> Iterator[Row | RowFault]:
-        return read_file(self.path)
+        if not self.has_images:
+            return read_file(self.path)
+        return (
+            row if isinstance(row, RowFault) else with_image_paths(row, self.path.parent)
+            for row in read_file(self.path)
+        )
 
 
 @lru_cache(maxsize=256)
@@ -139,6 +147,14 @@ class Sources:
         """Changes whenever the rows do; empty where that cannot be known."""
         parts = [(source.identity, weight) for source, _, weight in self.parts]
         return "" if not all(identity for identity, _ in parts) else json.dumps([parts, self._seed, self._limit])
+
+    def with_image_paths(self) -> Sources:
+        """The same rows, with image paths of files taken from where each file lies."""
+        parts = [
+            (replace(source, has_images=True) if isinstance(source, FileSource) else source, label, weight)
+            for source, label, weight in self.parts
+        ]
+        return Sources(parts, seed=self._seed, limit=self._limit)
 
     def __iter__(self) -> Iterator[tuple[int, Row | RowFault]]:
         rows = self._mixed() if self._weights else self._in_sequence()

@@ -19,7 +19,8 @@ from agilerl.data.encoder import TextEncoder
 from agilerl.data.fit import LengthPolicy
 from agilerl.data.formats import Format, FormatOptions, PromptFormat
 from agilerl.data.held_out import split_by_content
-from agilerl.data.images import IMAGE_COLUMNS, ImageFormat, ImageProcessor, ImageTokenizer, Pictures, has_image_parts
+from agilerl.data.image_rows import IMAGE_COLUMNS, has_image_parts, has_images
+from agilerl.data.images import ImageFormat, ImageProcessor, ImageTokenizer, Pictures
 from agilerl.data.preference import PreferenceFormat
 from agilerl.data.prepare import BadRows, Prepared, nothing_left, prepare, prepare_preference
 from agilerl.data.records import Row, RowFault
@@ -122,7 +123,10 @@ class SplitBuilder:
             DataError: Its first rows show that a column is missing.
         """
         if self.images is not None:
-            raise UnsupportedError("Images of a stream cannot be read again for each batch; load the rows instead.")
+            raise UnsupportedError(
+                "Rows with images cannot be streamed, because images are read again for each batch; load the rows instead "
+                "(data.streaming=false, or a list or datasets.Dataset)."
+            )
         source: Sources | None = dataset if isinstance(dataset, Sources) else None
 
         def open_rows(epoch: int) -> Iterator[tuple[int, Row | RowFault]]:
@@ -152,6 +156,8 @@ class SplitBuilder:
         """Tokenise rows once, or find them in the cache."""
         sources = dataset if isinstance(dataset, Sources) else Sources([(as_source(dataset, split), split, None)])
         identity = sources.identity if is_cached and self.images is None else ""  # images are read again for each batch
+        if self.images is not None:
+            sources = sources.with_image_paths()
         if not identity:
             return self._prepare_sources(sources, dataset, split, None)
         key = cache_key(identity, self.encoder, self._plain_settings(split))
@@ -182,11 +188,7 @@ class SplitBuilder:
             raise nothing_left(report)
         rows = [row for _, row in first if not isinstance(row, RowFault)]
         columns = _columns_of(dataset, rows)
-        if self.images is None and any(map(has_image_parts, rows)):
-            raise DataError(
-                f"{split} split: its messages hold images, which only the model's processor can turn into tokens; give "
-                "DatasetEnv(..., processor=AutoProcessor.from_pretrained(...))."
-            )
+        self._check_images(rows, split)
         if not rows:
             raise DataError(
                 f"{split} split: none of its first {len(first)} rows can be read; {report.describe(first[0][0])} {first[0][1]}."
@@ -204,6 +206,7 @@ class SplitBuilder:
             row_of, every = _rereadable(dataset, every)
             self._pictures = Pictures(row_of, with_images, self.images)
             prepared = prepare(every, with_images.convert, self._tokenise_rows, settings.policy, report, **common)
+            report.notice(f"{with_images.num_pictured:,} of {report.rows_in:,} rows have images")
         else:
             prepared = prepare(every, format_.convert, self.tokenise, settings.policy, report, **common)
         for notice in self.renderer.notices:
@@ -211,6 +214,19 @@ class SplitBuilder:
         if not report.examples and not self._may_be_empty:
             raise nothing_left(report)
         return prepared
+
+    def _check_images(self, rows: Sequence[Row], split: str) -> None:
+        """Images that nothing would read must not be left out in silence."""
+        if self.settings.objective == "preference" and any(map(has_images, rows)):
+            raise UnsupportedError(
+                f"{split} split: it holds images, and pairs with images cannot be trained; train prompts and answers with "
+                "them (objective='sft'), or leave the images out."
+            )
+        if self.images is None and any(map(has_image_parts, rows)):
+            raise DataError(
+                f"{split} split: its messages hold images, which only the processor of a vision-language model can turn into "
+                "tokens; train such a model, and from Python give DatasetEnv(..., processor=...)."
+            )
 
     def format_of(
         self, first: Sequence[Row], columns: Sequence[str], split: str, *, is_columnar: bool

@@ -163,6 +163,9 @@ class DatasetEnv:
         self.min_completion_length = settings.policy.min_response
         self.seed, self.rank, self.world_size = seed, rank, world_size
         builder = SplitBuilder(tokenizer, settings, processor=processor)
+        self.processor = processor
+        self.image_id = builder.images.image_id if builder.images is not None else None
+        """Token that stands for a part of an image; None for rows of text."""
         self._encoder = builder.encoder
         self.chat_template: str | None = builder.template.source if builder.template else None
         """Jinja text of the template in use where it is not the tokenizer's own; saved with the result."""
@@ -358,10 +361,14 @@ class DatasetEnv:
 
     @property
     def tokenizer_with_template(self) -> Any:
-        """The tokenizer as a result should carry it: with the chat template in use. The caller's own stays as it was."""
-        if self.chat_template is None or self.chat_template == getattr(self.tokenizer, "chat_template", None):
-            return self.tokenizer
-        carrying = copy.copy(self.tokenizer)
+        """The tokenizer as a result should carry it: with the chat template in use. The caller's own stays as it was.
+
+        Where rows may have images it is the processor, which has a tokenizer.
+        """
+        encoder = self.processor if hasattr(self.processor, "save_pretrained") else self.tokenizer
+        if self.chat_template is None or self.chat_template == getattr(encoder, "chat_template", None):
+            return encoder
+        carrying = copy.copy(encoder)
         carrying.chat_template = self.chat_template
         return carrying
 

@@ -43,6 +43,7 @@ def inspect_data(
     rows: int = 3,
     max_positions: int | None = None,
     stop_ids: Sequence[int] = (),
+    processor: Any = None,
 ) -> Inspection:
     """Prepare the train rows of ``data`` as a run would, but leave bad rows out and tell of them.
 
@@ -57,7 +58,8 @@ def inspect_data(
     data = data.model_copy(update={"bad_rows": "skip"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        builder = SplitBuilder(tokenizer, split_settings(data, objective, max_positions), may_be_empty=True)
+        settings = split_settings(data, objective, max_positions)
+        builder = SplitBuilder(tokenizer, settings, may_be_empty=True, processor=processor)
         prepared = builder.prepare(open_sources(named, "train", seed=42, limit=data.limit), "train")
     split = builder.part(prepared, prepared.report)
     encoder = builder.encoder

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from agilerl.config.data import DataSection, SourceConfig
 from agilerl.data.chat import ChatSettings
 from agilerl.data.fit import LengthPolicy
 from agilerl.data.formats import FormatOptions
+from agilerl.data.image_rows import has_images
+from agilerl.data.records import RowFault
 from agilerl.data.sources import Sources, open_source
 from agilerl.errors import DataError
 from agilerl.llm_envs.build import SplitSettings
 from agilerl.llm_envs.dataset_env import DatasetEnv
 
-__all__ = ["make_env", "open_sources", "split_settings"]
+__all__ = ["holds_images", "make_env", "open_sources", "split_settings"]
+
+
+_FIRST_OF_STREAM = 64
 
 
 def make_env(
@@ -80,6 +86,17 @@ def make_env(
     if is_checked:
         env.check(allow=data.allow, stop_ids=stop_ids)
     return env
+
+
+def holds_images(data: DataSection) -> bool:
+    """Whether any training record has an image; of a stream, any of the first.
+
+    Raises:
+        DataError: A source does not exist.
+    """
+    sources = open_sources(data.train or (), "train", seed=0, limit=data.limit, streaming=data.streaming)
+    rows = islice(sources, _FIRST_OF_STREAM) if data.streaming else sources
+    return any(not isinstance(row, RowFault) and has_images(row) for _, row in rows)
 
 
 def split_settings(data: DataSection, objective: str, max_positions: int | None = None) -> SplitSettings:

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +32,10 @@ from agilerl.models.quantization import keep_head_unquantized, protect_quantized
 _FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError)
 """What transformers raises for names, files and arguments that it cannot use."""
 
-__all__ = ["load_base_model", "load_tokenizer", "resolve_name"]
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""A processor is saved in one of them."""
+
+__all__ = ["PROCESSOR_FILES", "load_base_model", "load_processor", "load_tokenizer", "resolve_name", "takes_images"]
 
 
 def load_base_model(
@@ -88,12 +92,48 @@ def _loader(path: str, kwargs: dict[str, Any]) -> Any:
     if config is None or isinstance(config, str):
         where = {name: kwargs[name] for name in _LOOK_UP if name in kwargs}
         config = AutoConfig.from_pretrained(config or path, **where)
+    return AutoModelForImageTextToText if _is_vision(config) else AutoModelForCausalLM
+
+
+def _is_vision(config: Any) -> bool:
+    """Whether a vision-language model is stored with this configuration."""
     kind = config.model_type
-    takes_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     is_text_only = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(
         kind
     ) not in (config.architectures or ())
-    return AutoModelForImageTextToText if takes_images and not is_text_only else AutoModelForCausalLM
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not is_text_only
+
+
+def takes_images(name: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether a preset, folder or Hub name is a vision-language model; read from its settings, without its weights."""
+    path = resolve_name(name)
+    where = {} if Path(path).is_dir() else hub_arguments()
+    try:
+        return _is_vision(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where))
+    except _FAILURES:
+        return False  # whoever loads the model says what is wrong with it
+
+
+def load_processor(name: str) -> Any:
+    """Load the processor of a vision-language model: its tokenizer, and what makes inputs of images.
+
+    Raises:
+        ModelError: There is none, or it cannot be loaded here.
+    """
+    path = resolve_name(name)
+    where = {} if Path(path).is_dir() else hub_arguments()
+    missing = ModelError(
+        f"{name} has no processor for images ({' or '.join(PROCESSOR_FILES)}); save the one of the original model beside it."
+    )
+    if Path(path).is_dir() and not any((Path(path) / file).is_file() for file in PROCESSOR_FILES):
+        raise missing
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False, **where)
+    except _FAILURES as error:
+        raise ModelError(_loading_problem("processor", name, path, error)) from None
+    if not hasattr(processor, "image_processor"):
+        raise missing
+    return processor
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agilerl.config import load_config
-from agilerl.errors import ConfigError
+from agilerl.data.records import RowFault
+from agilerl.data.template import Template
+from agilerl.errors import ConfigError, DataError
 from agilerl.recipes.describe import find_config
 from agilerl.recipes.generation import stop_ids, stream
 from agilerl.recipes.open import OpenModel
@@ -90,10 +92,10 @@ class Conversation:
         if self.plain:
             return list(tokenizer(message).input_ids)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        text = tokenizer.apply_chat_template(
-            [*system, *self.turns, {"role": "user", "content": message}],
-            tokenize=False,
-            add_generation_prompt=True,
-            **self.template_kwargs,
-        )
+        template = Template(tokenizer, None, self.template_kwargs)
+        turns: list[Any] = [*system, *self.turns, {"role": "user", "content": message}]
+        try:
+            text = template.one(turns, generate=True)
+        except RowFault as fault:
+            raise DataError(f"This conversation {fault.message}.") from None
         return list(tokenizer(text, add_special_tokens=False).input_ids)

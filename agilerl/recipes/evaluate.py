@@ -10,6 +10,7 @@ from agilerl.config import RunConfig, load_config
 from agilerl.errors import ConfigError
 from agilerl.recipes.describe import find_config
 from agilerl.recipes.evaluation import Evaluation, evaluate
+from agilerl.recipes.images import processor_for
 from agilerl.recipes.open import open_model
 from agilerl.recipes.report import Reporter
 from agilerl.recipes.setup import build_env
@@ -42,7 +43,8 @@ def evaluate_model(
     report = reporter or Reporter()
     config = _description(name, overrides, data)
     opened = open_model(name, base=base, device=device, trust_remote_code=config.model.trust_remote_code)
-    env = build_env(config, opened.tokenizer, objective="sft", model=opened.base)
+    processor = processor_for(config, "sft", model=opened.base, saved=name)
+    env = build_env(config, opened.tokenizer, objective="sft", model=opened.base, processor=processor)
     tokenizer = opened.tokenizer
     agent = SFT(
         tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from agilerl.config.schema import EvaluationSection
-from agilerl.data.collate import samples_of
+from agilerl.data.collate import inputs_of, samples_of
 from agilerl.recipes.generation import generate_greedy, stop_ids
 
 __all__ = ["Answer", "Evaluation", "Question", "answers_of", "evaluate", "questions_from", "questions_of"]
@@ -24,6 +24,8 @@ class Question:
 
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
+    inputs: Mapping[str, Any] | None = None
+    """Further model inputs of the prompt: its images."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,23 @@ def answers_of(
 
 def questions_of(env: Any, limit: int | None = None) -> list[Question]:
     """This rank's share of the first ``limit`` held-out rows, in their order."""
-    samples = (sample for batch in env.test_batches() for sample in samples_of(batch))
-    return questions_from(samples, limit, env.world_size)
+    samples = (
+        (*sample, inputs)
+        for batch in env.test_batches()
+        for sample, inputs in zip(samples_of(batch), inputs_of(batch), strict=True)
+    )
+    return questions_from(samples, limit, env.world_size, image_id=getattr(env, "image_id", None))
 
 
-def questions_from(samples: Iterable[tuple[Any, Any]], limit: int | None, world_size: int) -> list[Question]:
-    """This rank's share of the first ``limit`` questions among unpadded rows of (ids, weights)."""
+def questions_from(
+    samples: Iterable[tuple[Any, ...]], limit: int | None, world_size: int, *, image_id: int | None = None
+) -> list[Question]:
+    """This rank's share of the first ``limit`` questions among unpadded rows of (ids, weights[, further inputs]).
+
+    Rows that show an image (``image_id``) behind their question are left out.
+    """
     share = None if limit is None else math.ceil(limit / world_size)
-    found = (_question(ids.tolist(), weights.tolist()) for ids, weights in samples)
+    found = (_question(ids.tolist(), weights.tolist(), *more, image_id=image_id) for ids, weights, *more in samples)
     return list(islice((question for question in found if question is not None), share))
 
 
@@ -134,6 +145,7 @@ def answer(
         max_new_tokens=min(section.max_new_tokens, longest + 8),
         batch_size=section.batch_size,
         progress=None if progress is None else lambda done: progress(done, len(questions)),
+        inputs=[question.inputs for question in questions],
     )
 
     def text(ids: Sequence[int]) -> str:
@@ -166,7 +178,9 @@ def _without_role(text: str) -> str:
     return rest.strip() if first.strip().lower() in _ROLES else text
 
 
-def _question(ids: list[int], weights: list[float]) -> Question | None:
+def _question(
+    ids: list[int], weights: list[float], inputs: Mapping[str, Any] | None = None, *, image_id: int | None = None
+) -> Question | None:
     """Split a row before its last trained span; ``None`` if nothing stands before it."""
     trained = [place for place, weight in enumerate(weights) if weight]
     if not trained:
@@ -175,4 +189,7 @@ def _question(ids: list[int], weights: list[float]) -> Question | None:
     begin = end - 1
     while begin > 0 and weights[begin - 1]:
         begin -= 1
-    return Question(tuple(ids[:begin]), tuple(ids[begin:end])) if begin else None
+    if not begin or (inputs and image_id in ids[begin:]):
+        return None
+    own = {n: v[:begin] if v.ndim == 1 and len(v) == len(ids) else v for n, v in (inputs or {}).items()}
+    return Question(tuple(ids[:begin]), tuple(ids[begin:end]), own or None)

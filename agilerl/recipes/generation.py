@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ def generate_greedy(
     max_new_tokens: int,
     batch_size: int = 16,
     progress: Callable[[int], None] | None = None,
+    inputs: Sequence[Mapping[str, torch.Tensor] | None] | None = None,
 ) -> list[list[int]]:
     """Most likely continuation of each prompt, in the order given.
 
@@ -47,15 +48,17 @@ def generate_greedy(
         max_new_tokens: Longest answer.
         batch_size: Prompts that run together.
         progress: Called with the number of answers done so far.
+        inputs: Further model inputs of each prompt (its images); a prompt that has some runs alone.
     """
     if any(not len(prompt) for prompt in prompts):
         raise DataError("A prompt without tokens cannot be answered; give it at least one token.")
     device = next(model.parameters()).device
-    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]), reverse=True)
+    more = [dict(each or {}) for each in inputs] if inputs is not None else [{}] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda row: (bool(more[row]), len(prompts[row])), reverse=True)
     answers: list[list[int]] = [[] for _ in prompts]
+    done = 0
     with _evaluating(model):
-        for first in range(0, len(order), batch_size):
-            rows = order[first : first + batch_size]
+        for rows in _batches(order, [bool(each) for each in more], batch_size):
             width = len(prompts[rows[0]])
             ids = torch.full((len(rows), width), stop[0] if stop else 0)  # [B, L]
             mask = torch.zeros_like(ids)
@@ -63,12 +66,31 @@ def generate_greedy(
                 ids[place, width - len(prompts[row]) :] = torch.as_tensor(prompts[row])
                 mask[place, width - len(prompts[row]) :] = 1
             config = _greedy_config(stop, _room(model, width, max_new_tokens))
-            output = _generate(model, ids.to(device), mask.to(device), config)
+            own = {name: _as_batch(value).to(device) for name, value in more[rows[0]].items()}
+            output = _generate(model, ids.to(device), mask.to(device), config, **own)
             for place, row in enumerate(rows):
                 answers[row] = _until_stop(output[place, width:].tolist(), stop)
+            done += len(rows)
             if progress is not None:
-                progress(min(first + batch_size, len(order)))
+                progress(done)
     return answers
+
+
+def _batches(order: Sequence[int], is_alone: Sequence[bool], size: int) -> Iterator[list[int]]:
+    """Rows that run together, at most ``size``; those that must run alone do."""
+    rows: list[int] = []
+    for row in order:
+        if rows and (is_alone[row] or is_alone[rows[-1]] or len(rows) == size):
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+def _as_batch(value: torch.Tensor) -> torch.Tensor:
+    """An input of one row as that of a batch of one: token-wise ones are [l], all others have their first dimension."""
+    return value[None] if value.ndim == 1 else value
 
 
 def stream(
@@ -173,7 +195,9 @@ def _generate(
 
 def _room(model: nn.Module, width: int, wanted: int) -> int:
     """New tokens that fit into the model's positions after ``width`` tokens."""
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         return wanted
     if width >= positions:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 
 from agilerl.errors import ModelError, OutputError
 from agilerl.models.merge import merge_adapter
-from agilerl.recipes.open import open_model
+from agilerl.recipes.images import processor_of
+from agilerl.recipes.open import OpenModel, open_model
 
 __all__ = ["merge_checkpoint"]
 
@@ -37,6 +40,7 @@ def merge_checkpoint(
     if opened.kind != "adapter":
         raise ModelError(f"{checkpoint} holds no adapter; it is an ordinary model already.")
     merged = merge_adapter(opened.model)
+    encoder = _encoder(checkpoint, opened)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -44,7 +48,7 @@ def merge_checkpoint(
         raise OutputError(f"{folder} cannot be written ({error.strerror or error}).") from None
     try:
         merged.model.save_pretrained(aside)
-        opened.tokenizer.save_pretrained(aside)
+        encoder.save_pretrained(aside)
         aside.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
@@ -54,6 +58,17 @@ def merge_checkpoint(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder, merged.error
+
+
+def _encoder(checkpoint: str, opened: OpenModel) -> Any:
+    """What encodes rows for the model: its processor where it reads images, else its tokenizer."""
+    try:
+        return processor_of(checkpoint, opened.base) or opened.tokenizer
+    except ModelError as error:  # trained on text alone, it may never have been needed
+        warnings.warn(
+            f"The processor for images is not saved with the merged model: {error}", UserWarning, stacklevel=3
+        )
+        return opened.tokenizer
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.checkpoint import read_checkpoint
+from agilerl.data.images import tokenizer_of
 from agilerl.errors import CheckpointError, ModelError
 from agilerl.models import load_base_model, load_tokenizer
 from agilerl.models.embeddings import stored_rows
@@ -159,7 +160,7 @@ def _open_state(folder: Path, base: str | None) -> OpenModel:
         raise ModelError(f"{folder} holds all weights; leave --base out.")
     agent = kind.load(str(folder))
     name = str(content.base.get("name_or_path"))
-    tokenizer = agent.tokenizer or content.tokenizer or load_tokenizer(name)
+    tokenizer = tokenizer_of(agent.tokenizer or content.tokenizer or load_tokenizer(name))
     return OpenModel(agent.actor, tokenizer, "full checkpoint", name)
 
 

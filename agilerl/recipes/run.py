@@ -17,6 +17,7 @@ from agilerl.metrics.sinks import ConsoleSink, CSVSink, JSONLSink, TensorBoardSi
 from agilerl.recipes.checks import check_base, check_kind, check_ranges
 from agilerl.recipes.describe import CONFIG_FILE, Description
 from agilerl.recipes.folder import keep_file, prepare_output, write_aside
+from agilerl.recipes.images import processor_for
 from agilerl.recipes.report import Reporter
 from agilerl.recipes.setup import (
     build_agents,
@@ -93,7 +94,8 @@ def fine_tune(description: Description, recipe: Recipe, reporter: Reporter | Non
     report.opening(recipe.name, folder, description)
 
     tokenizer = load_tokenizer_for(config.model)
-    env = build_env(config, tokenizer, objective=recipe.objective)
+    processor = processor_for(config, recipe.objective)
+    env = build_env(config, tokenizer, objective=recipe.objective, processor=processor)
     report.data(env)
     agents = build_agents(config, recipe.algorithm, getattr(config, recipe.name), env.tokenizer_with_template, env)
     report.agent(agents[0])

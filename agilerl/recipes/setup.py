@@ -14,6 +14,7 @@ from agilerl.checkpoint import read_checkpoint
 from agilerl.config.data import DataSection, SourceConfig
 from agilerl.config.evolution import EvolutionSection
 from agilerl.config.schema import DPOSection, LoraSection, ModelSection, RunConfig, SFTSection
+from agilerl.data.images import tokenizer_of
 from agilerl.distributed import FSDPConfig, get_rank, get_world_size
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
@@ -24,6 +25,7 @@ from agilerl.models.build import resolve_name
 from agilerl.models.quantization import build_bnb_quantization_config
 from agilerl.optim import CosineLRScheduleConfig
 from agilerl.recipes.device import pick_device, pick_dtype
+from agilerl.recipes.images import scope_of
 from agilerl.recipes.open import load_adapter
 
 __all__ = [
@@ -82,7 +84,9 @@ def _with_model(config: RunConfig, **values: Any) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update=values)})
 
 
-def build_env(config: RunConfig, tokenizer: Any, *, objective: str, model: str | None = None) -> Any:
+def build_env(
+    config: RunConfig, tokenizer: Any, *, objective: str, model: str | None = None, processor: Any = None
+) -> Any:
     """The data of a run, this process's share of it, cut to what the model can read.
 
     Args:
@@ -90,6 +94,7 @@ def build_env(config: RunConfig, tokenizer: Any, *, objective: str, model: str |
         tokenizer: Encodes the rows.
         objective: "sft" or "preference".
         model: Name of the model in place of ``config.model.name``.
+        processor: The model's processor, where rows have images.
     """
     max_positions, stop_ids = model_limits(model or config.model.name, config.model.trust_remote_code)
     tp = config.fsdp.tp if config.fsdp.enabled else 1
@@ -103,6 +108,7 @@ def build_env(config: RunConfig, tokenizer: Any, *, objective: str, model: str |
         world_size=get_world_size() // tp,
         max_positions=max_positions,
         stop_ids=stop_ids,
+        processor=processor,
     )
 
 
@@ -116,9 +122,11 @@ def model_limits(name: str, trust_remote_code: bool) -> tuple[int | None, list[i
     try:
         stops = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
-        stops = config.eos_token_id
+        stops = config.get_text_config().eos_token_id
     many: list[Any] = stops if isinstance(stops, list) else [stops]
-    return getattr(config, "max_position_embeddings", None), [int(one) for one in many if one is not None]
+    return getattr(config.get_text_config(), "max_position_embeddings", None), [
+        int(one) for one in many if one is not None
+    ]
 
 
 def bundled(data: DataSection, objective: str) -> DataSection:
@@ -149,12 +157,13 @@ def build_agents(
     }
     settings["use_liger_loss"] &= device.startswith("cuda")  # nobody has to be told that a CPU has no such kernel
     network = _network(config.model, device)
+    words = tokenizer_of(tokenizer)  # where rows have images it is a processor
     quantization = build_bnb_quantization_config(config.model.quantization)
     shared: dict[str, Any] = {
-        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        "pad_token": tokenizer.pad_token or tokenizer.eos_token,
+        "pad_token_id": words.pad_token_id if words.pad_token_id is not None else words.eos_token_id,
+        "pad_token": words.pad_token or words.eos_token,
         "lora_config": lora_config(config.lora) if network is None else None,
-        "lora_target_scope": config.lora.target_scope,
+        "lora_target_scope": scope_of(config.model, config.lora.target_scope) if config.lora.enabled else None,
         "fsdp_config": fsdp_config(config),
         "seed": config.training.seed,
         "tokenizer": tokenizer,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from peft import LoraConfig
 from PIL import Image
-from transformers import CLIPImageProcessorPil, Idefics3Processor, LlavaProcessor
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from agilerl.algorithms import SFT
 from agilerl.data.collate import inputs_of
@@ -18,33 +17,9 @@ from agilerl.errors import DataError, UnsupportedError
 from agilerl.llm_envs import DatasetEnv
 from agilerl.training.llm import train_llm_dataset
 from tests.helpers import VISION_FAMILIES, random_rows, tiny_tokenizer, tiny_vision_model
+from tests.vision import IMAGE_ID, TEMPLATE, idefics_processor, llava_processor, picture, tokenizer_with_images
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-IMAGE_ID = 120
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-
-
-def tokenizer_with_images() -> Any:
-    tokenizer = tiny_tokenizer(chat_template=TEMPLATE)
-    tokenizer.add_tokens([f"<unused{n}>" for n in range(IMAGE_ID - len(tokenizer))])
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE_ID
-    return tokenizer
-
-
-def llava_processor() -> LlavaProcessor:
-    pixels = CLIPImageProcessorPil(size={"height": 16, "width": 16}, do_center_crop=False)
-    return LlavaProcessor(
-        pixels,
-        tokenizer_with_images(),
-        patch_size=8,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-    )
 
 
 class QwenProcessor:
@@ -66,10 +41,6 @@ class QwenProcessor:
             "pixel_values": torch.cat([values, values], dim=1),
             "image_grid_thw": torch.tensor([[1, 4, 4]]),
         }
-
-
-def picture(color: str) -> Image.Image:
-    return Image.new("RGB", (10, 20), color)
 
 
 def agent_of(model: Any, **settings: Any) -> SFT:
@@ -146,18 +117,12 @@ def test_rows_with_images_train_exactly_and_leave_the_vision_tower(family: str) 
 
 
 def test_images_that_become_several_tiles_train_exactly() -> None:
-    tokenizer = tokenizer_with_images()
-    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-    tokenizer.add_tokens(
-        ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *tiles], special_tokens=True
-    )
-    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    processor = Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+    processor = idefics_processor()
     rows = [
         {"prompt": "What?", "response": "a", "images": [picture("red")]},
         {"prompt": "And?", "response": "b", "images": [picture("blue"), Image.new("RGB", (32, 32), "green")]},
     ]
-    env = DatasetEnv(rows, rows, tokenizer, objective="sft", processor=processor, data_batch_size_per_gpu=2)
+    env = DatasetEnv(rows, rows, processor.tokenizer, objective="sft", processor=processor, data_batch_size_per_gpu=2)
     batch = env.reset()
     first = batch["response"].index("a")
     assert inputs_of(batch)[first]["pixel_values"].shape == (1, 3, 3, 16, 16)  # two tiles and the whole image
@@ -230,6 +195,24 @@ def test_the_tokenizer_must_be_the_processors() -> None:
         DatasetEnv(rows, rows, tiny_tokenizer(), objective="sft", processor=llava_processor())
     with pytest.raises(DataError, match="takes no images"):
         DatasetEnv(rows, rows, tiny_tokenizer(), objective="sft", processor=tiny_tokenizer())
+
+
+@pytest.mark.parametrize("image", [{"images": [picture("red")]}, {"image": picture("red")}, {}])
+def test_pairs_with_images_are_refused_without_a_processor_too(image: dict[str, Any]) -> None:
+    asked: Any = "a" if image else chat({"type": "image", "image": picture("red")})
+    rows = [{"prompt": asked, "chosen": "b", "rejected": "c", **image}]
+    with pytest.raises(UnsupportedError, match="pairs with images cannot be trained"):
+        DatasetEnv(rows, rows, tokenizer_with_images(), objective="preference")
+    text = [{"prompt": "a", "chosen": "b", "rejected": "c", "images": []}]
+    DatasetEnv(text, text, tokenizer_with_images(), objective="preference")
+
+
+def test_streams_with_images_are_refused() -> None:
+    rows = [{"prompt": "a", "response": "b", "image": "red.png"}]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    processor = llava_processor()
+    with pytest.raises(UnsupportedError, match="cannot be streamed"):
+        DatasetEnv(stream, rows, processor.tokenizer, objective="sft", processor=processor)
 
 
 def test_pairs_with_images_are_refused() -> None:
