@@ -116,6 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += torch.dot(tile.nll, weights[rows])
             if any(wants):
                 grads.add(rows, tile_gradient(tile, targets[rows], weights[rows], plan), hidden[rows])
+            del tile  # before there is a second one
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
         return total
@@ -146,7 +147,10 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[rows] = gradient @ self.plan.weight.to(gradient.dtype)
         if self.weight is not None:
-            self.weight += gradient.t() @ hidden.to(gradient.dtype)
+            if gradient.dtype == self.weight.dtype:
+                self.weight.addmm_(gradient.t(), hidden.to(gradient.dtype))  # without a product as large as the weight
+            else:
+                self.weight += gradient.t() @ hidden.to(gradient.dtype)
         if self.bias is not None:
             self.bias += gradient.sum(dim=0)
 
@@ -183,5 +187,6 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in _tiles(hidden.shape[0], ctx.size):
             tile = tile_nll(hidden[rows], targets[rows], plan, need_slope=True)
             grads.add(rows, tile_gradient(tile, targets[rows], -grad_result[rows], plan), hidden[rows])
+            del tile
         cast = [None if grad is None else grad.to(weight.dtype) for grad in (grads.weight, grads.bias)]
         return grads.hidden, *cast, None, None, None, None
