@@ -3,13 +3,15 @@
     python benchmarks/plan_accuracy.py            # measure every case in a fresh process, print a table
     python benchmarks/plan_accuracy.py --case 3   # one case in this process, as JSON
 
-Measured: highest resident memory during loading and two training steps, minus resident memory after the imports.
+Measured: highest resident memory during loading and three training steps, minus resident memory after the imports. The
+last case maps freed memory back to the system (see docs/distributed.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +24,9 @@ CASES: list[dict] = [
     {"lora": False, "checkpointing": False, "rows": 2, "length": 128},
     {"lora": True, "checkpointing": True, "rows": 4, "length": 512},
     {"lora": True, "checkpointing": True, "rows": 2, "length": 64, "dtype": "bfloat16"},
+    {"lora": True, "checkpointing": True, "rows": 4, "length": 512, "returned": True},
 ]
+RETURNED = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 def resident(field: str) -> int:
@@ -63,7 +67,7 @@ def measure(case: dict) -> dict:
         "attention_mask": torch.ones_like(ids),
         "prompt_lengths": [case["length"] // 2] * case["rows"],
     }
-    for _ in range(2):
+    for _ in range(3):
         agent.learn(batch)
     peak = resident("VmHWM") - before
     workload = Workload(
@@ -90,12 +94,19 @@ def main() -> None:
     if chosen is not None:
         print(json.dumps(measure(CASES[chosen])))
         return
-    for index in range(len(CASES)):
+    print("| trained | blocks | rows x tokens | measured MiB | planned MiB | error |")
+    print("|---|---|---|---|---|---|")
+    for index, case in enumerate(CASES):
         command = [sys.executable, __file__, "--case", str(index)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        got = json.loads(output.splitlines()[-1])
+        environment = os.environ | (RETURNED if case.get("returned") else {})
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        got = json.loads(done.stdout.splitlines()[-1])
+        what = ("LoRA" if case["lora"] else "all weights") + (", bfloat16" if "dtype" in case else "")
+        what += ", freed memory returned" if case.get("returned") else ""
+        blocks = "recomputed" if case["checkpointing"] else "kept"
         error = got["planned_mib"] / got["peak_mib"] - 1
-        print(f"{got['case']}: measured {got['peak_mib']:.0f} MiB, planned {got['planned_mib']:.0f} MiB, {error:+.1%}")
+        sizes = f"{got['peak_mib']:,.0f} | {got['planned_mib']:,.0f} | {error:+.0%}"
+        print(f"| {what} | {blocks} | {case['rows']} x {case['length']} | {sizes} |", flush=True)
 
 
 if __name__ == "__main__":

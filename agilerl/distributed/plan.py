@@ -8,6 +8,7 @@ compares).
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,9 +25,13 @@ __all__ = ["Plan", "Workload", "count", "estimate", "hollow_model", "plan_of"]
 
 TILE_LOGITS = 2**24
 """Logits that the loss holds at a time are about this many, and at least one row of them."""
-LATE_LIBRARIES = 30 * 2**20
-ALLOCATOR_SHARE = 0.03
-"""Memory that the allocator holds without use, relative to what changes size during a step."""
+LATE_LIBRARIES = 50 * 2**20
+"""Code and work space that a process on a CPU takes up in its first steps only."""
+MAPPED_FROM = 32 * 2**20
+"""Arrays from this size on go back to the system when they are freed; smaller ones stay in the C library's heap (glibc),
+where later arrays do not always fit into what is free. ``MALLOC_MMAP_THRESHOLD_`` sets another size."""
+HELD_FREED, HELD_LIVE = 0.55, 0.15
+"""What that heap holds without use, relative to activations that checkpointing frees, and to those that are kept."""
 
 
 @dataclass(frozen=True)
@@ -272,46 +277,68 @@ def _passing_bytes(
     is_on_cpu: bool,
 ) -> dict[str, int]:
     """What comes and goes within a step."""
-    width = _block_bytes(config, counts, layout.compute) // layout.tp
+    arrays = [size * layout.compute // layout.tp for size in _block_arrays(config, counts)]
     kept = -(-counts.blocks // layout.every) if gradient_checkpointing else 0
-    whole = counts.blocks - kept + (1 if kept else 0)
-    parts = {
-        "activations": workload.tokens * (kept * config.hidden_size * layout.compute + whole * width),
-        "loss": _loss_bytes(config, workload, layout.compute, trains_head=is_full),
-    }
+    whole = counts.blocks - kept
+    inputs = kept * config.hidden_size * layout.compute
+    parts = {"activations": workload.tokens * (inputs + whole * sum(arrays))}
+    loss = _loss_bytes(config, workload, layout.compute, trains_head=is_full)
+    again = workload.tokens * sum(arrays) if kept else 0
+    # Blocks are recomputed one by one after the loss has freed what it needed.
+    parts["loss" if loss >= again else "recomputed block"] = max(loss, again)
     if is_on_cpu:
-        # Matrix libraries repack the largest weight, and libraries that only a training step needs are loaded late.
-        parts["libraries"] = config.vocab_size * config.hidden_size * layout.compute + LATE_LIBRARIES
-    parts["allocator"] = int(ALLOCATOR_SHARE * (parts["activations"] + parts["loss"]))
+        limit = _mapped_from()
+        in_heap = workload.tokens * sum(size for size in arrays if workload.tokens * size < limit)
+        parts["libraries"] = LATE_LIBRARIES
+        parts["allocator"] = int((HELD_FREED * kept + HELD_LIVE * whole) * in_heap)
     return parts
 
 
-def _block_bytes(config: Any, counts: Counts, size: int) -> int:
-    """What one block keeps for backward, per token.
+def _mapped_from() -> int:
+    given = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    return int(given) if given.isdigit() else MAPPED_FROM
 
-    Its input and the sum after attention, both normalised as well; rotated queries and keys, values, attention's output;
-    gate and up; and the low-rank outputs of adapted layers.
+
+def _block_arrays(config: Any, counts: Counts) -> list[int]:
+    """Sizes, per token, of the arrays that one block keeps for backward.
+
+    This is the one place that knows how a block computes (`agilerl.models.attention`, `fused_blocks`, `fused_lora`).
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries = head * config.num_attention_heads
     keys = head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    return (4 * hidden + 2 * queries + 2 * keys + 2 * inner + counts.adapter_rank) * size
+    return [
+        *[hidden] * 4,  # the block's input and the sum after attention, both normalised as well
+        *[queries] * 3,  # rotated queries; attention's output, by sample and joined
+        *[keys] * 2,  # rotated keys, values
+        *[inner] * 3,  # gate, up and their product
+        counts.adapter_rank,  # inner products of the adapters
+    ]
 
 
 def _loss_bytes(config: Any, workload: Workload, size: int, *, trains_head: bool) -> int:
-    """Hidden states at the targets with their gradient; a tile of logits, its exponentials, gradient and one to spare."""
-    vocabulary = config.vocab_size
-    rows = min(workload.targets, max(16, min(4096, TILE_LOGITS // vocabulary)))
-    head = vocabulary * config.hidden_size * max(size, 4) if trains_head else 0
-    return 2 * workload.targets * config.hidden_size * size + 4 * rows * vocabulary * 4 + head
+    """Hidden states at the targets with their gradient, a tile of logits, and what the head's weight needs.
+
+    A head in half precision is widened for the tile; the gradient of a trained one is summed in single precision, and
+    there are two of it when it is scaled, without a tile.
+    """
+    weight = config.vocab_size * config.hidden_size * 4
+    rows = min(workload.targets, max(16, min(4096, TILE_LOGITS // config.vocab_size)))
+    tile = rows * config.vocab_size * 4 + (weight if size < 4 else 0)
+    return 2 * workload.targets * config.hidden_size * size + (weight + max(tile, weight) if trains_head else tile)
 
 
 def _advice(
     plan: Plan, is_full: bool, gradient_checkpointing: bool, fsdp: FSDPConfig | None, world_size: int
 ) -> tuple[str, ...]:
     parts, advice = plan.parts, []
+    if parts.get("allocator", 0) > plan.step_bytes // 8:
+        advice.append(
+            "THP_MEM_ALLOC_ENABLE=1 MALLOC_MMAP_THRESHOLD_=1048576 in the environment: freed memory goes back to the system, "
+            "and a step takes up to a tenth longer"
+        )
     if parts["activations"] > plan.step_bytes // 3:
         if not gradient_checkpointing:
             advice.append("sft.gradient_checkpointing=true: blocks are recomputed instead of kept")

@@ -122,6 +122,24 @@ def test_plan_reads_settings_only(job: tuple[Path, list[str]], capsys: pytest.Ca
     assert "gathered" in json.loads(capsys.readouterr().out)["parts_mib"]
 
 
+def test_a_plan_knows_what_the_heap_keeps(
+    job: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory freed in backward stays in the heap of the C library, unless arrays are mapped."""
+    _, words = job
+    arguments = ["plan", *words, "--longest", "2048", "--tflops", "1", "--memory", "0.001", "--json"]
+    found = []
+    for threshold in ("", "1024"):
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
+        assert main(arguments) == 1
+        found.append(json.loads(capsys.readouterr().out))
+    held, mapped = (one["parts_mib"].pop("allocator") for one in found)
+    assert held > 1
+    assert mapped == 0
+    assert found[0]["parts_mib"] == found[1]["parts_mib"]
+    assert any("MALLOC_MMAP_THRESHOLD_=" in line for line in found[0]["advice"]) == (held > found[0]["step_mib"] / 8)
+
+
 @pytest.mark.parametrize("kind", ["adapter", "full"])
 def test_a_plan_of_a_run_that_goes_on_from_a_checkpoint(
     job: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
