@@ -93,8 +93,8 @@ class Segments:
             if branch is None:
                 yield first, seen[0][0], seen[1][0]
             else:
-                yield first, *(torch.cat(t[:2], 2) for t in seen)
-                yield second, *(torch.cat(t[::2], 2) for t in seen)
+                yield first, torch.cat(seen[0][:2], 2), torch.cat(seen[1][:2], 2)
+                yield second, torch.cat(seen[0][::2], 2), torch.cat(seen[1][::2], 2)
 
     def starts(self, device: torch.device) -> Tensor:
         """First position of each sample and the total, int32 ``[samples + 1]``."""
