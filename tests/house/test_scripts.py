@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [ROOT / "scripts" / name for name in ("demo", "test", "check")] + [ROOT / ".ci" / "run"]
+SCRIPTS = [ROOT / "scripts" / name for name in ("demo", "test", "check", "test-gpu")] + [ROOT / ".ci" / "run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -28,6 +29,18 @@ def test_an_old_python_is_refused_with_a_sentence(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "Python 3.11 or newer is needed" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device, so the tests would run")
+@pytest.mark.parametrize(
+    ("python", "said"), [(sys.executable, "nothing was tested"), ("/no/such/python", "There is no")]
+)
+def test_without_a_device_the_gpu_tests_say_so(python: str, said: str) -> None:
+    command = [str(ROOT / "scripts" / "test-gpu")]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": python}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_constraints_pin_every_direct_dependency() -> None:
