@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,6 +32,9 @@ def command(
     temperature: Annotated[float, typer.Option("--temperature", help="0: the most likely answer.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of drawn answers.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda ...")] = "auto",
+    quantization: Annotated[
+        Literal["none", "int8", "nf4"], typer.Option("--quantization", help="Hold the base in 8 or 4 bits.")
+    ] = "none",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
@@ -44,7 +47,13 @@ def command(
     from agilerl.recipes.open import open_model
 
     check_temperature(temperature)  # before the model is loaded
-    opened = open_model(checkpoint, base=base, device=pick_device(device), trust_remote_code=trust_remote_code)
+    opened = open_model(
+        checkpoint,
+        base=base,
+        device=pick_device(device),
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+    )
     conversation = Conversation.like_training(
         checkpoint,
         opened,

@@ -72,7 +72,7 @@ class LoraSection(Section):
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: `all-linear` (all but the head), one regular expression, or a list of names."""
     target_scope: str | None = None
-    """Only layers below this path, such as `language_model` of a vision-language model."""
+    """Only layers below this path; nothing: all, of a vision-language model those of its `language_model`."""
     modules_to_save: list[str] | None = None
     """Modules trained as a whole beside the adapters, such as `lm_head` or `embed_tokens`."""
     bias: Literal["none", "all", "lora_only"] = "none"

@@ -64,6 +64,7 @@ def load_base_model(
         kwargs["dtype"] = kwargs.pop("torch_dtype")
     kwargs.setdefault("dtype", "auto" if dtype is None else dtype)
     kwargs["dtype"] = _dtype(kwargs["dtype"])
+    quantization_config = kwargs.pop("quantization_config", None) or quantization_config
     if quantization_config is not None:
         require_bitsandbytes()
         kwargs["quantization_config"] = keep_head_unquantized(quantization_config, ["lm_head"])
@@ -129,6 +130,10 @@ def load_processor(name: str) -> Any:
         raise missing
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False, **where)
+    except ImportError as error:
+        raise ModelError(
+            f"The processor of {name} needs more packages ({_first_line(error)}): pip install 'agilerl[vision]'."
+        ) from None
     except _FAILURES as error:
         raise ModelError(_loading_problem("processor", name, path, error)) from None
     if not hasattr(processor, "image_processor"):

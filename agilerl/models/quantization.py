@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "build_bnb_quantization_config",
     "is_quantized",
     "keep_head_unquantized",
+    "num_parameters",
     "protect_quantized_layers",
     "quantized_layers",
 ]
@@ -104,6 +106,14 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_quantized(model: nn.Module) -> bool:
     """Whether any linear layer of the model is stored in 4 or 8 bit."""
     return next(quantized_layers(model), None) is not None
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Number of weights; those that are packed into fewer numbers count as what they stand for."""
+    return sum(
+        math.prod(getattr(getattr(parameter, "quant_state", None), "shape", None) or parameter.shape)
+        for parameter in model.parameters()
+    )
 
 
 def protect_quantized_layers(model: nn.Module) -> None:

@@ -42,7 +42,13 @@ def evaluate_model(
     """
     report = reporter or Reporter()
     config = _description(name, overrides, data)
-    opened = open_model(name, base=base, device=device, trust_remote_code=config.model.trust_remote_code)
+    opened = open_model(
+        name,
+        base=base,
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+        quantization=config.model.quantization,  # as in training; a merged model has no run beside it
+    )
     processor = processor_for(config, "sft", model=opened.base, saved=name)
     env = build_env(config, opened.tokenizer, objective="sft", model=opened.base, processor=processor)
     tokenizer = opened.tokenizer

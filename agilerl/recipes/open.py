@@ -13,6 +13,7 @@ from agilerl.data.images import tokenizer_of
 from agilerl.errors import CheckpointError, ModelError
 from agilerl.models import load_base_model, load_tokenizer
 from agilerl.models.embeddings import stored_rows
+from agilerl.models.quantization import build_bnb_quantization_config, require_bitsandbytes
 
 __all__ = ["OpenModel", "adapter_settings", "load_adapter", "open_model"]
 
@@ -36,6 +37,7 @@ def open_model(
     device: str = "cpu",
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    quantization: str = "none",
 ) -> OpenModel:
     """Open a model by folder or name; nothing stored in it is executed.
 
@@ -45,6 +47,7 @@ def open_model(
         device: Where it runs.
         dtype: Type of the weights; ``None``: as stored.
         trust_remote_code: Run code that comes with the model.
+        quantization: "nf4" or "int8" to hold the weights in 4 or 8 bit.
 
     Raises:
         ModelError: There is no such model, or the base cannot be found.
@@ -55,6 +58,9 @@ def open_model(
     arguments: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     if dtype is not None:
         arguments["dtype"] = dtype
+    if (config := build_bnb_quantization_config(quantization)) is not None:
+        require_bitsandbytes()
+        arguments["quantization_config"] = config
     adapter = _adapter_folder(folder)
     if adapter is not None:
         opened = _open_adapter(adapter, folder, base, arguments)

@@ -76,8 +76,10 @@ class Reporter:
 
     def agent(self, agent: Any) -> None:
         """What is trained, and on what."""
+        from agilerl.models.quantization import num_parameters
+
         trained = sum(parameter.numel() for parameter in agent.actor.parameters() if parameter.requires_grad)
-        total = sum(parameter.numel() for parameter in agent.actor.parameters())
+        total = num_parameters(agent.actor)
         path, _ = agent.packing
         self.say(
             f"model   {trained:,} of {total:,} parameters are trained ({trained / max(total, 1):.2%}), "

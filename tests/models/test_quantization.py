@@ -25,7 +25,7 @@ from agilerl.models import (
     merge_adapter,
     share_base,
 )
-from agilerl.models.quantization import is_quantized, quantized_layers
+from agilerl.models.quantization import is_quantized, num_parameters, quantized_layers
 from tests.helpers import random_rows, tiny_model
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -147,6 +147,12 @@ def test_four_bit_weights_take_less_than_45_percent_of_bfloat16(base: str) -> No
     layers = [layer for _, layer in quantized_layers(load(str(Path(base) / "wide"), "nf4"))]
     plain = sum(layer.in_features * layer.out_features * 2 for layer in layers)
     assert sum(map(size, layers)) < 0.45 * plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_count_as_what_they_stand_for(base: str, kind: str) -> None:
+    plain = load_base_model(base)
+    assert num_parameters(load(base, kind)) == num_parameters(plain) == sum(p.numel() for p in plain.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
