@@ -22,7 +22,7 @@ __all__ = ["cache_key", "prepared_in_cache"]
 logger = logging.getLogger(__name__)
 
 # Raised whenever the same rows and settings would give other tokens than before.
-_VERSION = 1
+_VERSION = 2
 _META = "meta.json"
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from agilerl.data.adapt import TemplateAdapter
 from agilerl.data.encoder import TextEncoder
 from agilerl.data.records import Chat, Example, Message, Reply, RowFault, Span
-from agilerl.data.segments import TokenMap, encode_rendered
-from agilerl.data.template import Conversation, Template
+from agilerl.data.segments import Place, TokenMap, encode_rendered
+from agilerl.data.template import TAG, Conversation, Template
 from agilerl.data.turns import Skeleton, TurnFinder, TurnRange, sentinel_messages
 from agilerl.errors import DataError
 
@@ -83,7 +83,7 @@ class ChatRenderer:
         added = getattr(encoder.tokenizer, "added_tokens_decoder", None) or {}
         names = {str(token) for token in added.values()} | set(encoder.control_ids)
         # Thinking and tool tags are written by the model in mid-turn; they do not end it.
-        names = {name for name in names if name.strip() and not re.fullmatch(r"</?(think|thinking|tool_\w+)>", name)}
+        names = {name for name in names if name.strip() and not TAG.fullmatch(name)}
         ordered = sorted(names, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -128,7 +128,7 @@ class ChatRenderer:
             ids = np.array([*prompt, *response, encoder.eos_id], dtype=np.int32)
             spans = (Span(len(prompt), len(ids), 1.0),)
             head = self._head_length(reply.messages, prompt)
-            notes = self._notes([*_texts(reply.messages), body])
+            notes = self._notes([*reply.messages, {"role": "assistant", "content": body}])
             rows.append(Example(ids, spans, len(prompt), outcome[0], reply.response, head_length=head, notes=notes))
         return rows
 
@@ -175,7 +175,7 @@ class ChatRenderer:
         cut = turns[0].start if turns else len(text)
         ids = np.array(tokens.ids, dtype=np.int32)
         head = min(self._head_length(messages, tokens.ids), prompt_length)
-        notes = (*self._notes(_texts(messages)), *_odd_turns(messages))
+        notes = (*self._notes(messages), *_odd_turns(messages))
         return Example(ids, tuple(spans), prompt_length, text[:cut], text[cut:], head_length=head, notes=notes)
 
     def _clean(self, messages: Sequence[Message]) -> list[Message]:
@@ -190,9 +190,9 @@ class ChatRenderer:
 
     def _render(
         self, chats: Sequence[Conversation], *, generate: bool = False, turns: Sequence[set[int]] | None = None
-    ) -> list[tuple[str, list[tuple[int, int]], list[TurnRange]] | RowFault]:
+    ) -> list[tuple[str, list[Place], list[TurnRange]] | RowFault]:
         """Text, places of the rows' own text and trained turns of each conversation."""
-        results: list[tuple[str, list[tuple[int, int]], list[TurnRange]] | RowFault] = []
+        results: list[tuple[str, list[Place], list[TurnRange]] | RowFault] = []
         texts = self.template.render(chats, generate=generate)
         for place, (text, chat) in enumerate(zip(texts, chats, strict=True)):
             if isinstance(text, RowFault):
@@ -206,7 +206,7 @@ class ChatRenderer:
 
     def _locate(
         self, text: str, chat: Conversation, generate: bool, turns: set[int]
-    ) -> tuple[str, list[tuple[int, int]], list[TurnRange]]:
+    ) -> tuple[str, list[Place], list[TurnRange]]:
         messages, tools = chat
         shape = sentinel_messages(messages)
         key = (repr(shape.messages), repr(tools) if tools else "", generate, tuple(sorted(turns)))
@@ -221,6 +221,10 @@ class ChatRenderer:
             self._skeletons[key] = skeleton
         if not isinstance(skeleton, RowFault):
             filled, starts, contents = skeleton.fill(dict(shape.cores))
+            places = [
+                Place(start, end, messages[index].get("role") == "assistant")
+                for (start, end), (_, index) in zip(contents, skeleton.slots, strict=True)
+            ]
             if filled == text:
                 real = [
                     TurnRange(
@@ -232,7 +236,7 @@ class ChatRenderer:
                     )
                     for turn in skeleton.turns
                 ]
-                return text + skeleton.suffix, contents, real
+                return text + skeleton.suffix, places, real
         return self._locate_directly(text, messages, tools, turns)
 
     def _analyse(self, messages: list[Message], tools: list[Any] | None, generate: bool, turns: set[int]) -> Skeleton:
@@ -248,7 +252,7 @@ class ChatRenderer:
 
     def _locate_directly(
         self, text: str, messages: list[Message], tools: list[Any] | None, turns: set[int]
-    ) -> tuple[str, list[tuple[int, int]], list[TurnRange]]:
+    ) -> tuple[str, list[Place], list[TurnRange]]:
         """For a template whose output depends on the texts themselves: look for the texts in the rendering."""
         places: dict[int, tuple[int, int]] = {}
         position = 0
@@ -258,7 +262,7 @@ class ChatRenderer:
                 if found >= 0:
                     places[index] = (places.get(index, (found, 0))[0], found + len(core))
                     position = found + len(core)
-        if any(self.encoder.has_control_token(part) for part in _texts(messages)):
+        if self._forges(messages):
             raise RowFault("control_token", "contains a control token, and the chat template rewrites its text")
         for index in turns:
             if index not in places and _texts([messages[index]]):
@@ -292,7 +296,7 @@ class ChatRenderer:
         last = turns[-1]
         return [*turns[:-1], TurnRange(last.message, last.start, len(text) + len(suffix), suffix, True)]
 
-    def _tokenise(self, rendered: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[TokenMap]:
+    def _tokenise(self, rendered: Sequence[tuple[str, list[Place]]]) -> list[TokenMap]:
         return encode_rendered(self.encoder, rendered)
 
     def _head_length(self, messages: Sequence[Message], ids: Sequence[int]) -> int:
@@ -309,8 +313,16 @@ class ChatRenderer:
             same += 1
         return max(bos, same)
 
-    def _notes(self, texts: Sequence[str]) -> tuple[str, ...]:
-        return ("control_token",) if any(map(self.encoder.has_control_token, texts)) else ()
+    def _notes(self, messages: Sequence[Message]) -> tuple[str, ...]:
+        return ("control_token",) if self._forges(messages) else ()
+
+    def _forges(self, messages: Sequence[Message]) -> bool:
+        """Whether any text spells a control token, or one that no assistant wrote a tag."""
+        return any(
+            self.encoder.has_control_token(text, is_answer=message.get("role") == "assistant")
+            for message in messages
+            for text in _texts([message])
+        )
 
 
 def _odd_turns(messages: Sequence[Message]) -> tuple[str, ...]:

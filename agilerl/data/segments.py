@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from agilerl.data.encoder import TextEncoder
 
-__all__ = ["TokenMap", "encode_rendered"]
+__all__ = ["Place", "TokenMap", "encode_rendered"]
+
+
+class Place(NamedTuple):
+    """Where a text of the row's own stands in a rendering, in characters."""
+
+    start: int
+    end: int
+    is_answer: bool
+    """The assistant wrote it, so thinking and tool tags in it are its own."""
 
 
 @dataclass
@@ -64,12 +73,14 @@ class TokenMap:
         return self.encoding.token_to_chars(token) or (0, 0)
 
 
-def encode_rendered(encoder: TextEncoder, rendered: Sequence[tuple[str, list[tuple[int, int]]]]) -> list[TokenMap]:
+def encode_rendered(encoder: TextEncoder, rendered: Sequence[tuple[str, list[Place]]]) -> list[TokenMap]:
     """Token maps of rendered texts; each comes with the places of the row's own texts in it."""
     maps: list[TokenMap | None] = [None] * len(rendered)
     whole = []
     for place, (text, contents) in enumerate(rendered):
-        if not encoder.parses_control_tokens and any(encoder.has_control_token(text[a:b]) for a, b in contents):
+        if not encoder.parses_control_tokens and any(
+            encoder.has_control_token(text[start:end], is_answer=is_answer) for start, end, is_answer in contents
+        ):
             maps[place] = _in_parts(encoder, text, contents)
         else:
             whole.append(place)
@@ -79,23 +90,22 @@ def encode_rendered(encoder: TextEncoder, rendered: Sequence[tuple[str, list[tup
     return [_with_one_bos(encoder, tokens) for tokens in maps if tokens is not None]
 
 
-def _in_parts(encoder: TextEncoder, text: str, contents: list[tuple[int, int]]) -> TokenMap:
-    """Cut at the template's own control tokens; between them nothing is control."""
+def _in_parts(encoder: TextEncoder, text: str, contents: list[Place]) -> TokenMap:
+    """Cut at the template's own control tokens, and at tags that the assistant wrote; between them nothing is control."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     position = 0
-    for match in [*encoder.control_tokens_in(text), None]:
-        if match is not None and any(a < match.end() and b > match.start() for a, b in contents):
+    for start, end, token, is_tag in [*encoder.control_tokens_in(text), (len(text), len(text), None, False)]:
+        if any(a < end and b > start and not (is_tag and is_answer) for a, b, is_answer in contents):
             continue
-        end = len(text) if match is None else match.start()
-        if end > position:
-            encoding = encoder.encodings([text[position:end]], parse=False)[0]
+        if start > position:
+            encoding = encoder.encodings([text[position:start]], parse=False)[0]
             ids += encoding.ids
             offsets += [(a + position, b + position) for a, b in encoding.offsets]
-        if match is not None:
-            ids.append(encoder.control_ids[match.group()])
-            offsets.append((match.start(), match.end()))
-            position = match.end()
+        if token is not None:
+            ids.append(token)
+            offsets.append((max(start, position), end))
+            position = end
     return TokenMap(ids, offsets=offsets)
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from agilerl.data.records import Message, RowFault
 from agilerl.errors import DataError
 
-__all__ = ["Conversation", "Template"]
+__all__ = ["TAG", "Conversation", "Template"]
+
+TAG = re.compile(r"</?(think|thinking|tool_\w+)>")
+"""Tags that a model writes itself, in mid-turn."""
 
 Conversation = tuple[list[Message], list[Any] | None]
 """Messages and tool schemas."""
@@ -59,6 +64,36 @@ class Template:
         return json.dumps(
             [self.source, own if self.source is None else None, self.kwargs, self.default_tools], default=str
         )
+
+    @cached_property
+    def markers(self) -> frozenset[str]:
+        """Added tokens of the tokenizer that this template puts around turns, whether marked as special or not."""
+        plain: list[Message] = [
+            {"role": role, "content": f"zq{place}"}
+            for place, role in enumerate(("system", "user", "assistant", "user", "assistant"))
+        ]
+        shown = [
+            text
+            for chat in (plain, plain[1:])
+            for text in self.render([(chat, None), (chat[:-1], None)], generate=True)
+            if isinstance(text, str)
+        ]
+        return frozenset(
+            token for token in self._added_tokens if not TAG.fullmatch(token) and any(token in text for text in shown)
+        )
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        """Further added tokens that this template spells, such as those around thoughts and tool calls."""
+        source = self.source or getattr(self.tokenizer, "chat_template", None) or ""
+        named = source.values() if isinstance(source, Mapping) else [source]
+        spelled = {token for token in self._added_tokens if any(token in str(text) for text in named)}
+        return frozenset(spelled - self.markers)
+
+    @property
+    def _added_tokens(self) -> list[str]:
+        decoder = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
+        return [text for text in map(str, decoder.values()) if text.strip()]
 
     def render(self, chats: Sequence[Conversation], *, generate: bool = False) -> list[str | RowFault]:
         """The text of each conversation; ``generate`` opens the assistant's next turn."""

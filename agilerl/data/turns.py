@@ -50,20 +50,21 @@ class Shape:
 
 
 def sentinel_messages(messages: list[Message]) -> Shape:
-    """Replace each text of each turn by a sentinel; whitespace around it and thinking tags in it stay."""
+    """Replace each text of each turn by a sentinel; whitespace around it and thinking tags of assistants stay."""
     shape = Shape([])
     for index, message in enumerate(messages):
         copy = dict(message)
         count = 0
+        splits = message.get("role") == "assistant"  # nobody else thinks: elsewhere a thinking tag is text
         for name in _TEXT_FIELDS:
             value = message.get(name)
             if isinstance(value, str):
-                copy[name], count = _replace(value, index, count, shape.cores)
+                copy[name], count = _replace(value, index, count, shape.cores, splits)
             elif isinstance(value, list):
                 parts = []
                 for part in value:
                     if isinstance(part, dict) and isinstance(part.get("text"), str):
-                        text, count = _replace(part["text"], index, count, shape.cores)
+                        text, count = _replace(part["text"], index, count, shape.cores, splits)
                         part = {**part, "text": text}
                     parts.append(part)
                 copy[name] = parts
@@ -71,8 +72,8 @@ def sentinel_messages(messages: list[Message]) -> Shape:
     return shape
 
 
-def _replace(text: str, message: int, count: int, cores: list[tuple[str, str]]) -> tuple[str, int]:
-    parts = _THINK.split(text) if "think" in text else [text]
+def _replace(text: str, message: int, count: int, cores: list[tuple[str, str]], splits: bool) -> tuple[str, int]:
+    parts = _THINK.split(text) if splits and "think" in text else [text]
     for place, part in enumerate(parts):
         core = part.strip()
         if place % 2 or not core:

@@ -80,12 +80,17 @@ class SplitBuilder:
         self._pictures: Pictures | None = None
         self.settings = settings
         self._may_be_empty = may_be_empty
-        self.encoder = TextEncoder(tokenizer, settings.control_tokens)
         source = find_template(settings.chat_template) if settings.chat_template else None
         if source is None and self.images is not None:
             source = self.images.chat_template
         has_template = source is not None or bool(getattr(tokenizer, "chat_template", None))
-        self.template = Template(tokenizer, source, settings.chat_template_kwargs) if has_template else None
+        self.template = template = Template(tokenizer, source, settings.chat_template_kwargs) if has_template else None
+        self.encoder = TextEncoder(
+            tokenizer,
+            settings.control_tokens,
+            markers=template.markers if template else (),
+            tags=template.tags if template else (),
+        )
         self.renderer = ChatRenderer(self.encoder, self.template, settings.chat)
         self.tokenise = RowTokenizer(self.encoder, self.renderer)
         self._tokenise_rows = self.tokenise if self.images is None else ImageTokenizer(self.tokenise, self.images)

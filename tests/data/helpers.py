@@ -81,7 +81,8 @@ def renderer_of(
 ) -> ChatRenderer:
     """A chat renderer for the tokenizer's own template, or another."""
     template = Template(tokenizer, source) if source or tokenizer.chat_template else None
-    return ChatRenderer(TextEncoder(tokenizer, control_tokens), template, ChatSettings(**settings))
+    known = {"markers": template.markers, "tags": template.tags} if template else {}
+    return ChatRenderer(TextEncoder(tokenizer, control_tokens, **known), template, ChatSettings(**settings))
 
 
 def example_of(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None, **settings: Any) -> Example:
