@@ -251,7 +251,8 @@ def check_scenarios(_: Path) -> Any:
 
 
 def check_dpo(_: Path) -> Any:
-    return {layout: scenarios.run_dpo(layout) for layout in ("ddp", "fsdp")}
+    runs = [(layout, "sigmoid") for layout in ("ddp", "fsdp")] + [("ddp", name) for name in scenarios.PREFERENCES]
+    return {f"{name}/{layout}": scenarios.run_dpo(layout, name) for layout, name in runs}
 
 
 def check_pictures(_: Path) -> Any:
@@ -259,7 +260,7 @@ def check_pictures(_: Path) -> Any:
     return {
         f"{scenario}/{layout}": scenarios.run_pictures(scenario, layout)
         for scenario in scenarios.PICTURED
-        for layout in scenarios.LAYOUTS
+        for layout in ("ddp", "fsdp")
     }
 
 

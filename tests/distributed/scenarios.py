@@ -153,7 +153,18 @@ def pairs_of(rows: list[tuple[Tensor, int]], rank: int, world: int) -> dict[str,
     }
 
 
-def run_dpo(layout: str) -> Run:
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "separate": {"share_prompt": False},
+    "smoothed": {"label_smoothing": 0.2},
+    "ipo": {"loss_type": "ipo"},
+    "hinge": {"loss_type": "hinge"},
+    "sigmoid_norm": {"loss_type": "sigmoid_norm"},
+    "simpo": {"loss_type": "simpo", "share_prompt": False},
+}
+
+
+def run_dpo(layout: str, preference: str = "sigmoid") -> Run:
     """Preference optimisation on the present ranks; a norm that computes in float64 shows shared prompts exactly."""
     fields = LAYOUTS[layout]
     agent = DPO(
@@ -166,6 +177,7 @@ def run_dpo(layout: str) -> Run:
         batch_size=8,
         micro_batch_size_per_gpu=2,
         max_grad_norm=0.5,
+        **PREFERENCES[preference],
     )
     metrics = []
     for rows in global_batches():

@@ -24,12 +24,12 @@ def test_two_ranks_equal_one(two: Ranks, alone: dict, scenario: str, layout: str
     assert_same_run(two.value("scenarios")[f"{scenario}/{layout}"], alone[scenario], tolerance)
 
 
+@pytest.mark.parametrize("run", ["sigmoid/fsdp", *(f"{name}/ddp" for name in scenarios.PREFERENCES)])
+def test_preference_optimisation_on_two_ranks_equals_one(two: Ranks, run: str) -> None:
+    assert_same_run(two.value("dpo")[run], scenarios.run_dpo("ddp", run.split("/")[0]), EXACT)
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_preference_optimisation_on_two_ranks_equals_one(two: Ranks, layout: str) -> None:
-    assert_same_run(two.value("dpo")[layout], scenarios.run_dpo("ddp"), EXACT)
-
-
-@pytest.mark.parametrize("layout", scenarios.LAYOUTS)
 @pytest.mark.parametrize("scenario", scenarios.PICTURED)
 def test_images_on_one_rank_only(two: Ranks, scenario: str, layout: str) -> None:
     assert_same_run(two.value("pictures")[f"{scenario}/{layout}"], scenarios.run_pictures(scenario, "ddp"), EXACT)
