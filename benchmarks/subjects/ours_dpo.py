@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import json
-
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl.algorithms.dpo import DPO
-from benchmarks.subjects.job import read_job
-from benchmarks.subjects.pairs import count_tokens, encode_pair
+from benchmarks.subjects.job import cpu_seconds, read_job
+from benchmarks.subjects.pairs import encode_pair, report
 
 
 def main() -> None:
@@ -64,12 +61,10 @@ def main() -> None:
     batches = job.batches()
     losses = [step(batch) for batch in batches[: job.warm_up]]
     timed = batches[job.warm_up :]
-    began = time.perf_counter()
+    began, used = time.perf_counter(), cpu_seconds()
     losses += [step(batch) for batch in timed]
-    seconds = time.perf_counter() - began
-    tokens = count_tokens(tokenizer, [row for batch in timed for row in batch])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print(json.dumps({"tokens_per_s": tokens / seconds, "seconds": seconds, "peak_gb": peak, "losses": losses}))
+    seconds, cpu = time.perf_counter() - began, cpu_seconds() - used
+    report(tokenizer, [row for batch in timed for row in batch], seconds, cpu, losses)
 
 
 if __name__ == "__main__":

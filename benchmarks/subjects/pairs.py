@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from typing import Any
 
-__all__ = ["count_tokens", "encode_pair"]
+__all__ = ["count_tokens", "encode_pair", "report"]
 
 
 def encode_pair(tokenizer: Any, row: dict[str, str]) -> tuple[list[int], list[int], list[int]]:
@@ -18,3 +20,17 @@ def count_tokens(tokenizer: Any, rows: list[dict[str, str]]) -> int:
     """Tokens of both rows of every pair, the prompt twice: what a plain implementation computes."""
     encoded = [encode_pair(tokenizer, row) for row in rows]
     return sum(2 * len(prompt) + len(chosen) + len(rejected) for prompt, chosen, rejected in encoded)
+
+
+def report(tokenizer: Any, rows: list[dict[str, str]], seconds: float, cpu: float, losses: list[float]) -> None:
+    """Print one line of JSON about the timed ``rows``: rates, peak memory of the process, losses."""
+    tokens = count_tokens(tokenizer, rows)
+    result = {
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_cpu_s": tokens / cpu,
+        "seconds": seconds,
+        "tokens": tokens,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "losses": losses,
+    }
+    print(json.dumps(result), flush=True)

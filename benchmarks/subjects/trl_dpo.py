@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import resource
 import sys
 import tempfile
 import time
@@ -13,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from datasets import Dataset
-from job import read_job
-from pairs import count_tokens
+from job import cpu_seconds, read_job
+from pairs import report
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
@@ -27,10 +25,10 @@ class Clock(TrainerCallback):
         self.begun, self.ended = [], []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.begun.append(time.perf_counter())
+        self.begun.append((time.perf_counter(), cpu_seconds()))
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ended.append(time.perf_counter())
+        self.ended.append((time.perf_counter(), cpu_seconds()))
 
 
 def main() -> None:
@@ -63,10 +61,8 @@ def main() -> None:
         sys.stdout = stdout
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     spans = list(zip(clock.begun, clock.ended, strict=True))[job.warm_up :]
-    seconds = sum(end - begin for begin, end in spans)
-    tokens = count_tokens(tokenizer, [row for batch in batches[job.warm_up :] for row in batch])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print(json.dumps({"tokens_per_s": tokens / seconds, "seconds": seconds, "peak_gb": peak, "losses": losses}))
+    seconds, cpu = (sum(end[i] - begin[i] for begin, end in spans) for i in (0, 1))
+    report(tokenizer, [row for batch in batches[job.warm_up :] for row in batch], seconds, cpu, losses)
 
 
 if __name__ == "__main__":
