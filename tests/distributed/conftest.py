@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def two(models: Path) -> Ranks:
     """Two ranks."""
-    return Ranks(models, 2, checks.TWO, timeout=280)
+    return Ranks(models, 2, checks.TWO, timeout=560)
 
 
 @pytest.fixture(scope="session")
