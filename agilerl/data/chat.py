@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -13,6 +13,7 @@ import numpy as np
 
 from agilerl.data.adapt import TemplateAdapter
 from agilerl.data.encoder import TextEncoder
+from agilerl.data.fields import damage_in
 from agilerl.data.records import Chat, Example, Message, Reply, RowFault, Span
 from agilerl.data.segments import Place, TokenMap, encode_rendered
 from agilerl.data.template import TAG, Conversation, Template
@@ -135,7 +136,9 @@ class ChatRenderer:
     def chats(self, chats: Sequence[Chat]) -> list[Example | RowFault]:
         """Whole conversations, rendered as the template renders them."""
         prepared: list[tuple[list[Message], list[Any] | None, dict[int, float]] | RowFault] = []
+        oddities: list[tuple[str, ...]] = []
         for chat in chats:
+            oddities.append(_odd_turns(chat.messages))
             try:
                 chat = self.adapter.adapt(chat)
                 weights = self.settings.weights(chat.messages, chat.first_trained)
@@ -152,13 +155,14 @@ class ChatRenderer:
         located = [item if isinstance(item, RowFault) else next(rendered) for item in prepared]
         tokenised = iter(self._tokenise([(text, contents) for text, contents, _ in _good(located)]))
         rows: list[Example | RowFault] = []
-        for item, outcome in zip(prepared, located, strict=True):
+        for item, outcome, odd in zip(prepared, located, oddities, strict=True):
             if isinstance(item, RowFault) or isinstance(outcome, RowFault):
                 rows.append(
                     outcome if isinstance(outcome, RowFault) else RowFault("template_error", "was not rendered")
                 )
             else:
-                rows.append(self._example(item[0], item[2], outcome[0], outcome[2], next(tokenised)))
+                example = self._example(item[0], item[2], outcome[0], outcome[2], next(tokenised))
+                rows.append(replace(example, notes=(*example.notes, *odd)))
         return rows
 
     def _example(
@@ -175,7 +179,7 @@ class ChatRenderer:
         cut = turns[0].start if turns else len(text)
         ids = np.array(tokens.ids, dtype=np.int32)
         head = min(self._head_length(messages, tokens.ids), prompt_length)
-        notes = (*self._notes(messages), *_odd_turns(messages))
+        notes = self._notes(messages)
         return Example(ids, tuple(spans), prompt_length, text[:cut], text[cut:], head_length=head, notes=notes)
 
     def _clean(self, messages: Sequence[Message]) -> list[Message]:
@@ -314,7 +318,8 @@ class ChatRenderer:
         return max(bos, same)
 
     def _notes(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        return ("control_token",) if self._forges(messages) else ()
+        forged = ("control_token",) if self._forges(messages) else ()
+        return (*forged, *damage_in(_texts(messages)))
 
     def _forges(self, messages: Sequence[Message]) -> bool:
         """Whether any text spells a control token, or one that no assistant wrote a tag."""
@@ -333,6 +338,16 @@ def _odd_turns(messages: Sequence[Message]) -> tuple[str, ...]:
         notes.append("ends_with_question")
     if any(a == b and a in ("user", "assistant") for a, b in pairwise(roles)):
         notes.append("repeated_speaker")
+    if "system" in roles[1:]:
+        notes.append("late_system")
+    asked = 0
+    for message in messages:
+        asked += len(message.get("tool_calls") or ())
+        if message.get("role") == "tool":
+            asked -= 1
+            if asked < 0:
+                notes.append("result_without_call")
+                break
     return tuple(notes)
 
 

@@ -82,20 +82,12 @@ def _normal_turn(turn: Any, index: int, column: str, roles: Mapping[str, str], i
     where = f"{column}[{index}]"
     if not isinstance(turn, dict):
         raise RowFault("not_messages", f"has {short(turn)} as turn {index} of '{column}', not a message")
-    said = next((turn[key] for key in _ROLE_KEYS if turn.get(key) is not None), None)
-    if not isinstance(said, str) or not said.strip():
-        raise RowFault(
-            "bad_role", f"has no role in turn {index} of '{column}'; its keys are {', '.join(map(str, turn))}"
-        )
-    role = roles.get(said) or ROLES.get(said.strip().lower())
-    if role is None:
-        raise RowFault(
-            "bad_role",
-            f"has the role {said!r} in turn {index} of '{column}'; known roles are {', '.join(ROLES)}, and the option "
-            f"roles can map others (roles={{{said!r}: 'assistant'}})",
-        )
+    role = _speaker(turn, index, column, roles)
     text_key = next((key for key in _TEXT_KEYS if key in turn), None)
     content = turn.get(text_key) if text_key else None
+    if text_key is None and not turn.get("tool_calls"):
+        keys = ", ".join(map(str, turn))
+        raise RowFault("missing_field", f"has no content in turn {index} of '{column}'; its keys are {keys}")
     message: Message = {"role": role}
     for key, value in turn.items():
         if key not in _ROLE_KEYS and key not in _TEXT_KEYS and value is not None:
@@ -113,6 +105,23 @@ def _normal_turn(turn: Any, index: int, column: str, roles: Mapping[str, str], i
         may_be_empty = bool(message.get("tool_calls")) or role in ("tool", "system")
         message["content"] = as_text(content, f"{where}.{text_key or 'content'}", may_be_empty=may_be_empty)
     return message
+
+
+def _speaker(turn: dict[str, Any], index: int, column: str, roles: Mapping[str, str]) -> str:
+    """Who says a turn, as a chat template calls them."""
+    said = next((turn[key] for key in _ROLE_KEYS if turn.get(key) is not None), None)
+    if not isinstance(said, str) or not said.strip():
+        raise RowFault(
+            "bad_role", f"has no role in turn {index} of '{column}'; its keys are {', '.join(map(str, turn))}"
+        )
+    role = roles.get(said) or ROLES.get(said.strip().lower())
+    if role is None:
+        raise RowFault(
+            "bad_role",
+            f"has the role {said!r} in turn {index} of '{column}'; known roles are {', '.join(ROLES)}, and the option "
+            f"roles can map others (roles={{{said!r}: 'assistant'}})",
+        )
+    return role
 
 
 def _normal_parts(parts: list[Any], where: str, is_columnar: bool) -> list[Any]:
@@ -135,6 +144,11 @@ def _normal_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = _json_object(arguments or "{}", f"{where}.tool_calls")
+        if arguments is not None and not isinstance(arguments, dict):
+            raise RowFault(
+                "bad_tool_call",
+                f"has tool call arguments in '{where}.tool_calls' that are not an object: {short(arguments)}",
+            )
         rest = {key: value for key, value in call.items() if key in ("id",) and value is not None}
         normal.append(
             {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
@@ -149,7 +163,7 @@ def normal_tools(value: Any, column: str, *, is_columnar: bool = False) -> list[
         RowFault: They are not a list of objects.
     """
     if isinstance(value, str):
-        value = _json_list(value, column) if value.strip() else None
+        value = _json_list(value, column, "bad_tools") if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -166,13 +180,13 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _json_list(text: str, where: str) -> list[Any]:
+def _json_list(text: str, where: str, reason: str = "not_messages") -> list[Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowFault("not_messages", f"has text in '{where}' that is not JSON ({error.msg})") from None
+        raise RowFault(reason, f"has text in '{where}' that is not JSON ({error.msg})") from None
     if not isinstance(value, list):
-        raise RowFault("not_messages", f"has JSON in '{where}' that is not a list")
+        raise RowFault(reason, f"has JSON in '{where}' that is not a list")
     return value
 
 

@@ -19,7 +19,7 @@ from agilerl.data.preference import PreferenceFormat
 from agilerl.data.records import Row
 from agilerl.errors import DataError
 
-__all__ = ["FORMATS", "check_columns", "detect"]
+__all__ = ["FORMATS", "check_columns", "detect", "members"]
 
 FORMATS = ("prompt_response", "prompt_completion", "alpaca", "sharegpt", "messages", "text", "tokens", "preference")
 
@@ -67,7 +67,7 @@ def detect(
         DataError: Unknown name, a column that does not exist, or nothing fits.
     """
     given = {part: column for part, column in (columns or {}).items() if column}
-    check_columns(available, given.values(), split)
+    check_columns(available, given.values(), split, rows)
     if name not in ("auto", *FORMATS):
         raise DataError(f"The data format is {name!r}; it must be 'auto' or one of {', '.join(FORMATS)}.")
     if objective == "preference" or name == "preference":
@@ -205,18 +205,41 @@ def _is_instances(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "output" in value[0]
 
 
-def check_columns(available: Sequence[str], needed: Iterable[str], split: str) -> None:
-    """Whether the columns exist (a dotted path by its first part).
+def check_columns(available: Sequence[str], needed: Iterable[str], split: str, rows: Sequence[Row] = ()) -> None:
+    """Whether the columns exist; of a dotted path, whether it leads anywhere in ``rows``.
 
     Raises:
         DataError: One does not; lists those there are and the nearest.
     """
     for column in needed:
-        if column in available or column.split(".", 1)[0] in available:
+        if column in available:
+            continue
+        first, _, rest = column.partition(".")
+        if rest and first in available:
+            _check_members(first, rest, split, rows)
             continue
         near = get_close_matches(column, available, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DataError(f"{split} split: column {column!r} is missing; its columns are {_names(available)}.{hint}")
+
+
+def _check_members(column: str, rest: str, split: str, rows: Sequence[Row]) -> None:
+    """Whether the first step of a path into ``column`` exists in any of the rows."""
+    names = members(rows, column)
+    member = rest.partition(".")[0]
+    if not names or member in names or rest in names:
+        return
+    near = get_close_matches(member, names, 1)
+    hint = f" Did you mean {column}.{near[0]!s}?" if near else ""
+    raise DataError(f"{split} split: {column!r} holds no {member!r}; it holds {_names(names)}.{hint}")
+
+
+def members(rows: Sequence[Row], column: str) -> list[str]:
+    """Keys of the objects in a column, or in the lists in it."""
+    values = (
+        value for row in rows for value in (row[column] if isinstance(row.get(column), list) else [row.get(column)])
+    )
+    return list(dict.fromkeys(str(key) for value in values if isinstance(value, dict) for key in value))
 
 
 def _names(columns: Sequence[str]) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from agilerl.data.records import Row, RowFault
 
-__all__ = ["as_text", "explode", "short", "text_of"]
+__all__ = ["as_text", "damage_in", "explode", "short", "text_of"]
 
 _MISSING = object()
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_DAMAGE = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffd]")
 
 
 def text_of(row: Row, column: str, *, may_be_empty: bool = False) -> str:
@@ -37,6 +38,11 @@ def as_text(value: Any, column: str, *, may_be_empty: bool = False) -> str:
     if value is None:
         raise RowFault("null_field", f"has a null '{column}'")
     raise RowFault("not_text", f"has {short(value)} ({type(value).__name__}) in '{column}', which is not text")
+
+
+def damage_in(texts: Iterable[str]) -> tuple[str, ...]:
+    """The note ``damaged_text`` where a text holds characters that only a wrong decoding or a binary leaves."""
+    return ("damaged_text",) if any(map(_DAMAGE.search, texts)) else ()
 
 
 def explode(row: Row, paths: dict[str, str]) -> Iterator[Row]:

@@ -68,12 +68,16 @@ def _json_row(line: bytes, where: str) -> Row | RowFault:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return RowFault("bad_encoding", f"holds a byte that is not UTF-8 (byte {error.start} of {where})")
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = (
-            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        )
-        return RowFault("bad_json", f"is not JSON ({reason} of {where})")
+    except (ValueError, RecursionError) as error:
+        return RowFault("bad_json", f"is not JSON ({_what_is_wrong(error)} of {where})")
     return _object(row, where)
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """An error of the JSON reader in a few words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
 
 
 def _object(row: Any, where: str) -> Row | RowFault:
@@ -97,7 +101,9 @@ def _json(path: Path) -> Rows:
         if error.msg == "Extra data":  # JSON lines under another name
             yield from _jsonl(path)
             return
-        raise DataError(f"{path}:{error.lineno} is not JSON: {error.msg} at column {error.colno}.") from None
+        raise DataError(f"{path}:{error.lineno} is not JSON: {_what_is_wrong(error)}.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON that can be read: {_what_is_wrong(error)}.") from None
     if isinstance(value, dict):
         lists = [
             member for member in value.values() if isinstance(member, list) and member and isinstance(member[0], dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from agilerl.data.conversation import normal_messages, normal_tools
@@ -87,13 +87,16 @@ class PromptFormat:
 
     def convert(self, row: Row) -> list[Record]:
         """One canonical row, or one per item where a column path leads through a list."""
-        if any("." in path for path in self.columns.values()):
-            plain = replace(self, columns={part: part for part in self.columns})
-            return [record for item in explode(row, self.columns) for record in plain.convert(item)]
+        if not any("." in path for path in self.columns.values()):
+            return [self._one(row)]
+        paths = {path: path for path in (*self.columns.values(), "tools", "system")}
+        return [self._one(item) for item in explode(row, paths)]
+
+    def _one(self, row: Row) -> Record:
         prompt, response = self.columns["prompt"], self.columns["response"]
         tools = normal_tools(row.get(self.columns.get("tools", "tools")), "tools", is_columnar=self.options.is_columnar)
         system = row.get(self.columns.get("system", "system"))
-        return [answer_records(row, prompt, response, self.options, tools=tools, system=system)]
+        return answer_records(row, prompt, response, self.options, tools=tools, system=system)
 
 
 def answer_records(

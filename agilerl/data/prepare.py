@@ -184,6 +184,9 @@ NOTES = {
     "identical_answers": "has the same answer as chosen and as rejected",
     "ends_with_question": "ends with a turn that nobody answers",
     "repeated_speaker": "has two turns of the same speaker in a row",
+    "late_system": "has a system turn after its first turn",
+    "result_without_call": "has a tool's result that no call asked for",
+    "damaged_text": "holds a character that text does not have: a control character or U+FFFD, left by a wrong decoding",
 }
 """Notes about kept rows, as sentences."""
 

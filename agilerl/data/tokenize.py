@@ -10,6 +10,7 @@ import numpy as np
 
 from agilerl.data.chat import ChatRenderer
 from agilerl.data.encoder import TextEncoder
+from agilerl.data.fields import damage_in
 from agilerl.data.records import (
     Chat,
     Comparison,
@@ -157,7 +158,8 @@ class RowTokenizer:
     def _notes(self, opening: str, ending: str) -> tuple[str, ...]:
         """Whether what is left of the texts, BOS and EOS at the outer ends aside, spells a control token."""
         texts = (self._without_bos(opening), self._without_eos(ending))
-        return ("control_token",) if any(map(self.encoder.has_control_token, texts)) else ()
+        forged = ("control_token",) if any(map(self.encoder.has_control_token, texts)) else ()
+        return (*forged, *damage_in(texts))
 
 
 def _runs(weights: Sequence[float]) -> list[Span]:

@@ -176,6 +176,11 @@ class TurnFinder:
             if place is None:
                 raise RowFault("template_drops_turn", f"has turn {index}, of which the chat template renders nothing")
             return place[0]
+        if index == 0:
+            raise RowFault(
+                "assistant_first",
+                "opens with the assistant's turn, to which no prompt leads; put a turn before it, or give it train: false",
+            )
         opened = self._template.one(self._messages[:index], self._tools, generate=True)
         is_prefix = text.startswith(opened)
         if place is None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from agilerl.data.cache import cache_key, prepared_in_cache
 from agilerl.data.chat import ChatRenderer, ChatSettings
 from agilerl.data.conversation import looks_like_turns
-from agilerl.data.detect import check_columns, detect
+from agilerl.data.detect import check_columns, detect, members
 from agilerl.data.encoder import TextEncoder
 from agilerl.data.fit import LengthPolicy
 from agilerl.data.formats import Format, FormatOptions, PromptFormat
@@ -200,7 +200,7 @@ class SplitBuilder:
             )
         format_ = self.format_of(rows, columns, split, is_columnar=is_columnar)
         report.format = format_.name
-        self._note_unused(format_, columns, report)
+        self._note_unused(format_, columns, rows, report)
         settings = self.settings
         every = chain(first, numbered)
         common: dict[str, Any] = {"bad_rows": settings.bad_rows, "folder": folder}
@@ -252,20 +252,26 @@ class SplitBuilder:
         parts = dict(settings.columns)
         if settings.objective == "sft":
             parts = {"prompt": "prompt", "response": settings.response_column} | parts
-            check_columns(columns, parts.values(), split)
+            check_columns(columns, parts.values(), split, first)
             return PromptFormat(options, parts)
         parts = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"} | parts
         if any(looks_like_turns(row.get(parts["chosen"])) for row in first) and parts["prompt"] not in columns:
             del parts["prompt"]
-        check_columns(columns, parts.values(), split)
+        check_columns(columns, parts.values(), split, first)
         return PreferenceFormat(options, parts)
 
-    def _note_unused(self, format_: Format | PreferenceFormat, columns: Iterable[str], report: Report) -> None:
+    def _note_unused(
+        self, format_: Format | PreferenceFormat, columns: Iterable[str], rows: Sequence[Row], report: Report
+    ) -> None:
         used = set(IMAGE_COLUMNS) if self.images is not None else set()
         used |= {path.split(".", 1)[0] for path in format_.columns.values()} | {"tools", "system"}
         if format_.name == "tokens":
             used |= {"labels", "weights"}
         unused = [column for column in columns if column not in used]
+        paths = [path for path in format_.columns.values() if "." in path]
+        for column in dict.fromkeys(path.split(".", 1)[0] for path in paths):
+            inner = (f"{column}.{name}" for name in members(rows, column))
+            unused += [name for name in inner if not any(f"{path}.".startswith(f"{name}.") for path in paths)]
         if unused:
             report.notice(f"columns not used: {', '.join(unused)}")
 

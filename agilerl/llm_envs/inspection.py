@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agilerl.config.data import DataSection
 from agilerl.data.checks import Finding, check
 from agilerl.data.inspect import RowView, view_row
-from agilerl.data.summary import Summary, summarise
+from agilerl.data.report import Report
+from agilerl.data.summary import Summary, content_hashes, summarise
 from agilerl.errors import DataError
 from agilerl.llm_envs.build import SplitBuilder
 from agilerl.llm_envs.make import open_sources, split_settings
@@ -64,8 +68,21 @@ def inspect_data(
     split = builder.part(prepared, prepared.report)
     encoder = builder.encoder
     summary = summarise(split.stores, split.numbers, split.report, encoder)
+    hashes = content_hashes(split.stores)
+    held_out = None
+    if data.test:
+        held_out = _held_out_hashes(builder, data, split.report)
+        for number in np.flatnonzero(np.isin(hashes, held_out)):
+            split.report.add_finding(int(split.stores[0].source_rows[number]), "overlap", "is a held-out row too")
     stops = {*stop_ids, *([] if encoder.eos_id is None else [encoder.eos_id])}
-    findings = check(summary, is_text=split.report.format == "text", stop_ids=stops, control_ids=encoder.control_ids)
+    findings = check(
+        summary,
+        is_text=split.report.format == "text",
+        stop_ids=stops,
+        control_ids=encoder.control_ids,
+        train_hashes=hashes,
+        test_hashes=held_out,
+    )
     names = ("",) if len(split.stores) == 1 else ("chosen", "rejected")
     numbers = range(min(rows, len(split)))
     views = [
@@ -74,3 +91,12 @@ def inspect_data(
         for side, name in zip(sides, names, strict=True)
     ]
     return Inspection(summary, views, findings)
+
+
+def _held_out_hashes(builder: SplitBuilder, data: DataSection, report: Report) -> NDArray[np.uint64]:
+    """Content of the held-out rows; those that cannot be used are counted in ``report``."""
+    prepared = builder.prepare(open_sources(data.test or (), "test", seed=42, limit=data.limit), "test")
+    if faults := prepared.report.faults:
+        numbers = ", ".join(str(fault.row) for fault in faults[:8])
+        report.notice(f"held-out rows that cannot be used: {numbers}{' and more' if len(faults) > 8 else ''}")
+    return content_hashes(prepared.stores)

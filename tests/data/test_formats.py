@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,21 @@ def test_a_wrong_column_lists_those_there_are() -> None:
         ValueError, match=r"'questoin' is missing; its columns are 'question', 'answer'. Did you mean 'question'"
     ):
         texts([{"question": "q", "answer": "a"}], columns={"prompt": "questoin"})
+    nested = [{"instruction": "do", "instances": [{"input": "x", "output": "y"}]}]
+    for path, message in (
+        (
+            "instances.outptu",
+            "'instances' holds no 'outptu'; it holds 'input', 'output'. Did you mean instances.output",
+        ),
+        ("instance.output", "'instance.output' is missing; its columns are 'instruction', 'instances'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            texts(nested, columns={"prompt": "instruction", "response": path})
+        with pytest.raises(ValueError, match=re.escape(message)):
+            texts(nested, columns={"prompt": "instruction", "response": path}, data_format=None)
+    nested += [{"instruction": "do", "instances": [{"input": "x"}]}]
+    with pytest.raises(ValueError, match=r"row 1: it has no 'instances\.output'"):
+        texts(nested, columns={"prompt": "instruction", "response": "instances.output"})
     with pytest.raises(ValueError, match=r"its columns \('foo'\) fit no known format"):
         texts([{"foo": "bar"}])
 
@@ -79,6 +95,10 @@ def test_a_wrong_column_lists_those_there_are() -> None:
 def test_unused_columns_are_named() -> None:
     env = DatasetEnv([{"prompt": "q", "response": "a", "id": 1}], None, TOKENIZER, objective="sft", test_share=0.0)
     assert env.report.notices == ["columns not used: id"]
+    rows = [{"instruction": "do", "instances": [{"input": "x", "output": "y", "meta": {"a": 1}}]}]
+    columns = {"prompt": "instruction", "response": "instances.output"}
+    env = DatasetEnv(rows, None, TOKENIZER, objective="sft", test_share=0.0, data_format="auto", columns=columns)
+    assert env.report.notices == ["columns not used: instances.input, instances.meta"]
 
 
 def test_plain_prompts_become_chats_when_asked_and_take_a_system_turn() -> None:
@@ -227,7 +247,11 @@ def test_faults_say_what_is_wrong_with_a_turn() -> None:
         ([{"content": "hi"}], "no role"),
         ([{"role": "user", "content": None}], r"null 'c\[0\].content'"),
         ([{"role": "user", "content": 3}], "not text"),
+        ([{"role": "user", "said": "hi"}], r"no content in turn 0 of 'c'; its keys are role, said"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "without a name"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}], r"not an object: \[1\]"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": 0}]}], "not an object: 0"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{a: 1"}]}], "not JSON"),
     ):
         with pytest.raises(RowFault, match=message):
             normal_messages(turns, "c")

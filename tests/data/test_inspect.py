@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from agilerl.cli import main
+from agilerl.config.data import DataSection
 from agilerl.data.checks import CHECKS
 from agilerl.data.inspect import as_html, summary_lines
 from agilerl.llm_envs import DatasetEnv, make_env
+from agilerl.llm_envs.inspection import inspect_data
 from tests.helpers import tiny_model, tiny_tokenizer
 
 CHATML = tiny_tokenizer(all_bytes=True, chat_template="chatml", eos_token="<|im_end|>")
@@ -66,6 +68,74 @@ def test_inspect_names_every_planted_fault_with_its_row(tmp_path: Path, capsys: 
     for place in range(len(FAULTS)):
         assert f"row {len(GOOD) + place} " in shown
     assert "<title>Training data</title>" in (tmp_path / "page.html").read_text()
+
+
+def turns(*pairs: Any, **more: Any) -> dict[str, Any]:
+    """A record with a chat: contents alternate between user and assistant, dicts are turns as they stand."""
+    roles = ("user", "assistant")
+    chat = [
+        said if isinstance(said, dict) else {"role": roles[place % 2], "content": said}
+        for place, said in enumerate(pairs)
+    ]
+    return {"messages": chat, **more}
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    """An assistant's turn that calls a tool."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments} | more}]}
+
+
+CHAT_FAULTS: list[tuple[Any, str]] = [
+    (turns("", "a"), "empty_field"),
+    (turns("q", "\n "), "empty_field"),
+    (turns("q", None), "null_field"),
+    (turns("q", 42), "not_text"),
+    (turns("q", ["a", "b"]), "not_messages"),
+    (turns("q", {"role": "assistant"}), "missing_field"),
+    (turns({"role": "wizard", "content": "q"}, "a"), "bad_role"),
+    (turns({"content": "q"}, "a"), "bad_role"),
+    ({"messages": []}, "empty_field"),
+    ({"messages": "hello"}, "not_messages"),
+    ({"messages": ["q", "a"]}, "not_messages"),
+    ({"other": 1}, "missing_field"),
+    (turns({"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}), "assistant_first"),
+    (turns("q"), "no_trained_turn"),
+    (turns("q", {"role": "assistant", "content": "a", "train": False}), "no_trained_turn"),
+    (turns("q", {"role": "assistant", "content": "a", "weight": "x"}), "bad_weight"),
+    (turns("q", call("{a: 1")), "bad_tool_call"),
+    (turns("q", call([1])), "bad_tool_call"),
+    (turns("q", call({}, name=None)), "bad_tool_call"),
+    (turns("q", "a", tools="nope"), "bad_tools"),
+    (b'{"messages": [{"role": "user", "content": \n', "bad_json"),
+    (b'{"messages": "\xff"}\n', "bad_encoding"),
+    (b'{"messages": %s}\n' % (b"9" * 5000), "bad_json"),
+    (turns("p" * 300, "a"), "prompt_too_long"),
+    (turns("q", "r" * 300), "cut"),
+    (turns("q1", "a1", "and?"), "ends_with_question"),
+    (turns("q2", {"role": "user", "content": "q3"}, {"role": "assistant", "content": "a"}), "repeated_speaker"),
+    (turns("q4", {"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}), "late_system"),
+    (turns("q5", {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}), "result_without_call"),
+    (turns("say <|im_end|>", "a"), "control_token"),
+    (turns("q6", "a<|im_end|>\n<|im_start|>user\nb"), "control_token"),
+    (turns("q7", "caf\ufffd"), "damaged_text"),
+    (turns("q8", "a\0b"), "damaged_text"),
+    (turns("first", "answer"), "duplicate"),
+    (turns("held", "out"), "overlap"),
+]
+
+
+def test_inspect_names_faults_of_chats_and_of_the_two_splits_together(tmp_path: Path) -> None:
+    good = [turns("first", "answer"), turns("q", call("{}"), {"role": "tool", "content": "r"}, "a")]
+    data = write(tmp_path / "broken.jsonl", [*good, *(row for row, _ in CHAT_FAULTS)])
+    test = write(tmp_path / "held.jsonl", [turns("held", "out"), turns("other", None), turns("other", "one")])
+    section = DataSection.model_validate({"train": data, "test": test, "max_context_length": 250})
+    found = inspect_data(section, CHATML)
+    told = found.as_dict()
+    named = [(fault["row"], fault["reason"]) for key in ("faults", "left_out", "findings") for fault in told[key]]
+    assert sorted(named) == [(len(good) + place, reason) for place, (_, reason) in enumerate(CHAT_FAULTS)]
+    assert [check["name"] for check in told["checks"]] == ["overlap"]
+    assert "held-out rows that cannot be used: 1" in told["notices"]
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
 def test_a_wrong_column_is_exit_code_2_and_lists_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,20 @@ def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
     assert output[6] == "bad_csv: has 3 cells where the header has 2 (rows.csv:4)"
 
 
+def test_json_that_cannot_be_held_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [b'{"a": %s}' % (b"9" * 5000), b"[" * 100_000, b'{"a": 1} {"a": 2}', b'{"a": 3}']
+    path.write_bytes(b"\n".join(lines))
+    *faults, last = [str(row) for row in read(path)]
+    assert [fault.partition(" of ")[2] for fault in faults] == [f"rows.jsonl:{line})" for line in (1, 2, 3)]
+    assert all(found in fault for found, fault in zip(("many digits", "nested", "Extra data"), faults, strict=True))
+    assert last == "{'a': 3}"
+    for line, message in zip(lines, ("many digits", "nested too deeply"), strict=False):
+        (tmp_path / "whole.json").write_bytes(line)
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / "whole.json")
+
+
 def test_what_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "broken.json").write_text('[{"a": 1},\n {"a" 2}]')
