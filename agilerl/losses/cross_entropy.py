@@ -59,7 +59,7 @@ def linear_cross_entropy(
 
 
 def token_logprobs(hidden: Tensor, head: HeadLike, targets: Tensor, *, chunk_rows: int | None = None) -> Tensor:
-    """Log-probability of each target, [N], differentiable; logits are recomputed tile by tile in the backward pass.
+    """Log-probability of each target, [N], differentiable; one tile of logits at a time.
 
     Args:
         hidden: [N, H].
@@ -156,7 +156,11 @@ class _Gradients:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Log-probabilities of a plain linear head; keeps hidden states only."""
+    """Log-probabilities of a plain linear head.
+
+    A frozen head's gradient is made in the forward pass: each target's own, [N, H], which the backward pass only scales.
+    A trained head's needs the incoming factors first, so its logits are recomputed.
+    """
 
     @staticmethod
     def forward(
@@ -171,20 +175,29 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> Tensor:
         plan = Plan(weight, bias, scale, softcap)
         result = torch.empty(hidden.shape[0], dtype=accumulation_dtype(weight.dtype), device=hidden.device)
-        ctx.size = size
-        for rows in _tiles(hidden.shape[0], ctx.size):
-            result[rows] = -tile_nll(hidden[rows], targets[rows], plan, need_slope=False).nll
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.maps = (scale, softcap)
+        is_frozen = not any(ctx.needs_input_grad[1:3])
+        grads = _Gradients(hidden, plan, [is_frozen and ctx.needs_input_grad[0], False, False])
+        for rows in _tiles(hidden.shape[0], size):
+            tile = tile_nll(hidden[rows], targets[rows], plan, need_slope=grads.hidden is not None)
+            result[rows] = -tile.nll
+            if grads.hidden is not None:
+                grads.add(rows, tile_gradient(tile, targets[rows], -torch.ones_like(tile.nll), plan), hidden[rows])
+            del tile  # before there is a second one
+        ctx.save_for_backward(*((None,) * 4 if is_frozen else (hidden, weight, bias, targets)), grads.hidden)
+        ctx.plan = (scale, softcap, size)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_result: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, targets = ctx.saved_tensors
-        plan = Plan(weight, bias, *ctx.maps)
+        hidden, weight, bias, targets, made = ctx.saved_tensors
+        if hidden is None:
+            grad = None if made is None else (made.to(grad_result.dtype) * grad_result.unsqueeze(1)).to(made.dtype)
+            return grad, None, None, None, None, None, None
+        *maps, size = ctx.plan
+        plan = Plan(weight, bias, *maps)
         grads = _Gradients(hidden, plan, list(ctx.needs_input_grad[:3]))
-        for rows in _tiles(hidden.shape[0], ctx.size):
+        for rows in _tiles(hidden.shape[0], size):
             tile = tile_nll(hidden[rows], targets[rows], plan, need_slope=True)
             grads.add(rows, tile_gradient(tile, targets[rows], -grad_result[rows], plan), hidden[rows])
             del tile
