@@ -109,6 +109,20 @@ class ChatRenderer:
         """What was done to make up for the template, one sentence each."""
         return list(self.adapter.notices) if "adapter" in self.__dict__ else []
 
+    def prompt(self, chat: Chat) -> list[int]:
+        """Ids of a conversation with the assistant's next turn opened, as training puts them before an answer.
+
+        Raises:
+            RowFault: The template refuses the conversation.
+        """
+        chat = self.adapter.adapt(chat)
+        (outcome,) = self._render([(self._clean(chat.messages), chat.tools)], generate=True)
+        if isinstance(outcome, RowFault):
+            raise outcome
+        if self.encoder.backend is None:  # such a tokenizer cannot be trained on chats, but may be asked
+            return self.encoder.encode([outcome[0]], parse=True)[0]
+        return self._tokenise([outcome[:2]])[0].ids
+
     def replies(self, replies: Sequence[Reply]) -> list[Example | RowFault]:
         """Chats as prompts, each followed by a plain response and one EOS."""
         encoder = self.encoder

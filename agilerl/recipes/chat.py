@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agilerl.config import load_config
-from agilerl.data.records import RowFault
+from agilerl.data.chat import ChatRenderer
+from agilerl.data.encoder import TextEncoder
+from agilerl.data.records import Chat, RowFault
 from agilerl.data.template import Template
 from agilerl.errors import ConfigError, DataError
 from agilerl.recipes.describe import find_config
@@ -90,12 +92,12 @@ class Conversation:
     def _prompt(self, message: str) -> list[int]:
         tokenizer = self.opened.tokenizer
         if self.plain:
-            return list(tokenizer(message).input_ids)
+            return TextEncoder(tokenizer).encode([message], special=True)[0]
         system = [{"role": "system", "content": self.system}] if self.system else []
         template = Template(tokenizer, None, self.template_kwargs)
         turns: list[Any] = [*system, *self.turns, {"role": "user", "content": message}]
+        encoder = TextEncoder(tokenizer, markers=template.markers, tags=template.tags)
         try:
-            text = template.one(turns, generate=True)
+            return ChatRenderer(encoder, template).prompt(Chat(turns))
         except RowFault as fault:
             raise DataError(f"This conversation {fault.message}.") from None
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
