@@ -39,6 +39,26 @@ REASONING = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Tools and calls as tokens and JSON of its own, a call ending in EOS as an answer does.
+NATIVE_TOOLS = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set first = '' %}{% set turns = messages %}{% endif %}"
+    "{% if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{% for m in turns %}{% if m.role == 'user' %}{{ '[INST]' + (first if loop.first else '') + m.content + '[/INST]' }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{{ '[TOOL_CALLS]' + (call.function | tojson) }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+_NATIVE = [
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+]
+
 # The tag of the next speaker is what ends a turn.
 LATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
@@ -57,6 +77,7 @@ STYLES: dict[str, tuple[str, str, list[str]]] = {
     "vicuna": (TEMPLATES["vicuna"], "</s>", []),
     "alpaca": (TEMPLATES["alpaca"], "</s>", []),
     "reasoning": (REASONING, "<|im_end|>", []),
+    "native-tools": (NATIVE_TOOLS, "</s>", _NATIVE),
 }
 
 

@@ -49,7 +49,8 @@ def test_tool_calls_are_trained_up_to_the_stop_token(style: str) -> None:
     ]
     adapted = TemplateAdapter(Template(tokenizer)).adapt(Chat(messages, TOOLS))
     example = example_of(tokenizer, messages, TOOLS)
-    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    called = '{"name": "add", "arguments": {"a": 1}}'
+    call = f"[TOOL_CALLS]{called}" if style == "native-tools" else f"\n<tool_call>\n{called}\n</tool_call>"
     first = (
         "<think>\n\n</think>\n\n" if style == "reasoning" else ""
     )  # its thoughts belong to all turns after the last user
@@ -60,7 +61,7 @@ def test_tool_calls_are_trained_up_to_the_stop_token(style: str) -> None:
     rendered = tokenizer.apply_chat_template(adapted.messages, tools=adapted.tools, return_dict=False)
     assert example.ids.tolist() == rendered
     assert '"name": "add"' in tokenizer.decode(example.ids).split("Wait.")[0]
-    assert (adapted.tools is None) == (style != "reasoning")
+    assert (adapted.tools is None) == (style not in ("reasoning", "native-tools"))
 
 
 def test_a_template_of_another_family_is_plain_text_but_still_ends_with_eos() -> None:
