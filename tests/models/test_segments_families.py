@@ -89,3 +89,19 @@ def test_chosen_and_padded_paths_equal_each_row_alone(family: str) -> None:
         assert abs(float(total / reference.detach()) - 1) <= tolerance, packer.path
         assert worst(gradients, expected) <= tolerance, packer.path
         assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_rows_stay_apart_whatever_attention_the_model_was_loaded_with(attention: str) -> None:
+    rows = samples()
+    exact = tiny_model("llama", dtype=torch.float64, attention="sdpa").requires_grad_(True)
+    expected = list(torch.autograd.grad(alone(exact, rows), list(exact.parameters()), allow_unused=True))
+    model = tiny_model("llama", dtype=torch.float64, attention=attention).requires_grad_(True)
+    for path in ("packed", "padded"):
+        packer = choose_packer(model, prefer=path if path == "padded" else None)
+        assert packer.path == path
+        total, gradients = together(model, packer, rows)
+        assert torch.isfinite(total)
+        # The eager attention of transformers takes its softmax in float32, and padded rows run through it.
+        assert worst(gradients, expected) <= (2e-6 if (path, attention) == ("padded", "eager") else 1e-10), path
+    assert model.config._attn_implementation == attention
