@@ -222,14 +222,19 @@ def test_the_second_run_starts_from_the_cache_and_any_change_does_not(
         {"chat_template_kwargs": {"a": 1}},
     ]
     for count, settings in enumerate(changed, start=2):
-        make_env(str(path), tokenizer, **settings)
+        found = make_env(str(path), tokenizer, **settings).reset()["input_ids"].tolist()
+        assert found == make_env(str(path), tokenizer, **settings, is_cached=False).reset()["input_ids"].tolist()
+        assert (found == first) == ("chat_template" not in settings)
         assert cached_entries(tmp_path) == count
     other = tiny_tokenizer(all_bytes=True, chat_template="chatml", eos_token="<|im_end|>", add_bos=True)
-    make_env(str(path), other)
+    assert [row[0] for row in make_env(str(path), other).reset()["input_ids"].tolist()] == [1]
     assert cached_entries(tmp_path) == 6
+    other.chat_template = str(other.chat_template).replace("<|im_end|>\n", "<|im_end|>\n\n")
+    make_env(str(path), other)
+    assert cached_entries(tmp_path) == 7
     write_jsonl(path, rows("b"))
     assert make_env(str(path), tokenizer).reset()["input_ids"].tolist() != first
-    assert cached_entries(tmp_path) == 7
+    assert cached_entries(tmp_path) == 8
 
 
 def test_streaming_needs_a_test_split_and_reads_files_in_windows(tmp_path: Path) -> None:
