@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -107,10 +108,8 @@ def _prepare(
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        for chunk in _chunks(rows):
-            report.rows_in += len(chunk)
-            records, numbers = _convert(chunk, convert, report)
-            kept, sources = _fit(tokenise(records), numbers, fit_one, report)
+        for outcomes, numbers in _one_ahead(tokenise, _converted(rows, convert, report)):
+            kept, sources = _fit(outcomes, numbers, fit_one, report)
             kept_rows += len(set(sources))
             for writer, side in zip(writers, zip(*kept, strict=True), strict=True) if kept else ():
                 writer.add(side, sources)
@@ -129,10 +128,31 @@ def _prepare(
     return Prepared(stores, report)
 
 
-def _chunks(rows: NumberedRows) -> Iterator[list[tuple[int, Row | RowFault]]]:
+def _converted(
+    rows: NumberedRows, convert: Callable[[Row], list[Any]], report: Report
+) -> Iterator[tuple[list[Any], list[int]]]:
     iterator = iter(rows)
     while chunk := list(islice(iterator, CHUNK_ROWS)):
-        yield chunk
+        report.rows_in += len(chunk)
+        yield _convert(chunk, convert, report)
+
+
+def _one_ahead(
+    work: Callable[[list[Any]], list[Any]], items: Iterable[tuple[list[Any], list[int]]]
+) -> Iterator[tuple[list[Any], list[int]]]:
+    """The items with the work done on them, in order, while a thread works on the next one.
+
+    A fast tokenizer lets go of the interpreter, so that rows are read, fitted and written meanwhile.
+    """
+    with ThreadPoolExecutor(1, "tokenise") as pool:
+        before: tuple[Future[list[Any]], list[int]] | None = None
+        for records, numbers in items:
+            begun = pool.submit(work, records), numbers
+            if before is not None:
+                yield before[0].result(), before[1]
+            before = begun
+        if before is not None:
+            yield before[0].result(), before[1]
 
 
 def _convert(
@@ -214,7 +234,7 @@ def _count(report: Report, number: int, fault: RowFault) -> None:
 
 def bad_rows_error(report: Report) -> DataError:
     """The sentence for a split with bad rows: the first one in full, the others by number."""
-    first, *others = report.faults
+    first, *others = sorted(report.faults, key=lambda fault: fault.row)
     more = ""
     if others:
         numbers = ", ".join(str(fault.row) for fault in others[:8])
