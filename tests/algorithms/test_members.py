@@ -675,3 +675,11 @@ def test_population_resumes_each_member(tmp_path):
         assert equal(moments(one), moments(agent))
     with pytest.raises(ValueError, match="size"):
         SFT.population(0, actor_network=model, **kwargs)
+
+
+def test_a_method_put_on_an_agent_is_the_one_that_is_called():
+    agent = make_agent()
+    agent.learn = lambda batch: {"loss": 7.0}
+    assert agent.learn(None) == {"loss": 7.0}
+    del agent.learn
+    assert agent.learn.__func__ is type(agent).learn

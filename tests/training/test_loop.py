@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from agilerl.checkpoint import verify
 from agilerl.training.llm import train_llm_dataset
 from tests.helpers import tiny_model
 from tests.training.agents import TOKENIZER, make_agent, make_env, make_population
@@ -280,3 +281,27 @@ def test_a_signal_in_the_final_evaluation_is_heard_between_batches_and_nothing_i
     assert pop[0].fitness == fitness
     straight = make_agent()
     assert train([straight], make_env(train=16, test=8, batch=2), evaluation_interval=None)[1] == fitness
+
+
+def test_a_step_that_is_not_finite_in_the_middle_keeps_the_checkpoint_before_it(tmp_path, monkeypatch):
+    agent, env = make_agent(), make_env(train=40)
+    weight = next(p for n, p in agent.actor.named_parameters() if "layers.1" in n and not p.requires_grad)
+    learn, seen = type(agent).learn, []
+
+    def poisoned(self, batch):
+        seen.append(len(batch["prompt_lengths"]))
+        if sum(seen) > 24:  # three steps of 8 rows went well
+            with torch.no_grad():
+                weight.fill_(math.nan)
+        return learn(self, batch)
+
+    monkeypatch.setattr(type(agent), "learn", poisoned)
+    with pytest.raises(ValueError, match=r"Non-finite training step.*No weight was changed"):
+        train([agent], env, checkpoints=True, checkpoint_path=tmp_path / "out", checkpoint_steps=8)
+    assert verify(tmp_path / "out").is_ok
+    kept = make_agent()
+    kept.load_checkpoint(tmp_path / "out")
+    assert kept.steps == 24
+    tensors = [p for n, p in kept.actor.named_parameters() if p.requires_grad]
+    trained = [p for n, p in agent.actor.named_parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(tensors, trained, strict=True))

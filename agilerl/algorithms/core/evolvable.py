@@ -42,7 +42,8 @@ class EvolvableAlgorithm:
     # -- extras ------------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in self._resource_names or hasattr(getattr(type(self), name, None), "__set__"):
+        # What the class has, a method among them, is found there before any extra: the instance has to hold it itself.
+        if name.startswith("_") or name in self._resource_names or hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:
             self.extras[name] = value
