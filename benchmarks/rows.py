@@ -57,7 +57,9 @@ def make_pairs(count: int, *, seed: int = 0, longest: int = 8) -> list[dict[str,
     pairs = []
     for _ in range(count):
         size = 1 + round((longest - 1) * rng.random() ** 2)
-        first, second, other = (_row(rng, size) for _ in range(3))
+        # A story's prompt is shorter than its answer, so the story before it makes up for that.
+        first = _row(rng, size + (size + 1) // 2)
+        second, other = (_row(rng, size) for _ in range(2))
         prompt = f"{first['prompt'].strip()}\n{second['prompt']}"
         pairs.append({"prompt": prompt, "chosen": second["response"], "rejected": other["response"]})
     return pairs
