@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -74,27 +75,27 @@ class Segments:
         The second continuation of a shared prompt sees the prompt and itself, and not the first continuation.
         """
         # Split, not sliced: the gradients of slices are arrays of the whole row, each filled with zeros and added up.
-        branches = self.branches or (None,) * len(self.lengths)
-        ends = [
-            (length, length) if branch is None else branch
-            for length, branch in zip(self.lengths, branches, strict=True)
-        ]
-        answers = [size for n, (_, first) in zip(self.lengths, ends, strict=True) for size in (first, n - first)]
-        parts = [
-            size
-            for n, (trunk, first) in zip(self.lengths, ends, strict=True)
-            for size in (trunk, first - trunk, n - first)
-        ]
-        queries = q.split(answers, 2)
-        keys, values = k.split(parts, 2), v.split(parts, 2)
-        for index, branch in enumerate(branches):
-            first, second = queries[2 * index : 2 * index + 2]
-            seen = [t[3 * index : 3 * index + 3] for t in (keys, values)]
+        cuts = self._cuts
+        queries, keys, values = (iter(t.split(sizes, 2)) for t, sizes in zip((q, k, v), cuts, strict=True))
+        for branch in self.branches or (None,) * len(self.lengths):
             if branch is None:
-                yield first, seen[0][0], seen[1][0]
-            else:
-                yield first, torch.cat(seen[0][:2], 2), torch.cat(seen[1][:2], 2)
-                yield second, torch.cat(seen[0][::2], 2), torch.cat(seen[1][::2], 2)
+                yield next(queries), next(keys), next(values)
+                continue
+            trunk_k, first_k, second_k = islice(keys, 3)
+            trunk_v, first_v, second_v = islice(values, 3)
+            yield next(queries), torch.cat([trunk_k, first_k], 2), torch.cat([trunk_v, first_v], 2)
+            yield next(queries), torch.cat([trunk_k, second_k], 2), torch.cat([trunk_v, second_v], 2)
+
+    @cached_property
+    def _cuts(self) -> tuple[list[int], list[int], list[int]]:
+        """Sizes of the pieces of queries, keys and values."""
+        answers: list[int] = []
+        seen: list[int] = []
+        for length, branch in zip(self.lengths, self.branches or (None,) * len(self.lengths), strict=True):
+            trunk, first = branch or (0, 0)
+            answers += [length] if branch is None else [first, length - first]
+            seen += [length] if branch is None else [trunk, first - trunk, length - first]
+        return answers, seen, seen
 
     def starts(self, device: torch.device) -> Tensor:
         """First position of each sample and the total, int32 ``[samples + 1]``."""
