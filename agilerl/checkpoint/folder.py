@@ -44,6 +44,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         versions = root / layout.VERSIONS
         versions.mkdir(parents=True, exist_ok=True)
         trial = versions / f".trial-{os.getpid()}"
+        trial.unlink(missing_ok=True)  # in containers a killed run and the next one often have the same number
         trial.symlink_to("nowhere")
         trial.unlink()
         trial.write_bytes(b"x" * 4096)
@@ -103,9 +104,28 @@ class CheckpointFolder:
         check_writable(self.path)
         self._run = max((kept.run for kept in self._known()), default=0) + 1
 
-    def continue_run(self) -> None:
-        """Go on with the run whose checkpoints are in the folder."""
+    def continue_run(self, newest: Path | None = None) -> None:
+        """Go on with the run whose checkpoints are in the folder.
+
+        Args:
+            newest: What :func:`newest_complete` found here. A kept version becomes current: the process may have been
+                killed between completing it and showing it at the root, or what the root shows is damaged.
+
+        Raises:
+            OutputError: The folder cannot be written.
+        """
         self._run = max((kept.run for kept in self._known()), default=self._run)
+        if newest is None or newest not in (self.path, *(self.path / layout.VERSIONS).iterdir()):
+            return
+        with writer_lock(self.path):
+            number = layout.current_version(self.path)
+            if newest != self.path:
+                number = int(newest.name)
+                layout.publish(
+                    self.path, number, layout.check_free(self.path, [entry.name for entry in newest.iterdir()])
+                )
+            if number is not None:
+                self._tidy(number)
 
     def save(
         self,

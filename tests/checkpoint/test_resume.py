@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,83 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     again = train(tmp_path, resume=True)
     assert same(weights(first), weights(again))
     assert again.fitness == first.fitness
+
+
+def test_a_finished_run_that_is_resumed_into_another_folder_is_saved_there(tmp_path: Path) -> None:
+    first = train(tmp_path / "a")
+    again = train(tmp_path / "b", resume=tmp_path / "a")
+    assert again.fitness == first.fitness
+    assert same(
+        read_checkpoint(tmp_path / "b").adapters["actor"].tensors,
+        read_checkpoint(tmp_path / "a").adapters["actor"].tensors,
+    )
+    assert verify(tmp_path / "b").is_ok
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_killed_at_any_touch_of_the_disk_in_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Whatever the last save got done, the resumed run ends with its last state at the folder's root."""
+
+    def run(folder: Path, **arguments: Any) -> None:
+        pop = make_population(size, dropout=0.3, batch_size=4) if size > 1 else [make_agent(dropout=0.3, batch_size=4)]
+        quiet = {"verbose": False, "num_epochs": 1, "checkpoint_path": folder, "evaluation_interval": None}
+        train_llm_dataset(pop, make_env(train=8, test=4), **(quiet | arguments))
+
+    run(tmp_path / "straight")
+    wanted = read_checkpoint(tmp_path / "straight")
+    run(tmp_path / "begun", max_steps=4, num_epochs=None)
+    moments = 0
+    for moment in itertools.count():
+        folder = tmp_path / str(moment)
+        shutil.copytree(tmp_path / "begun", folder, symlinks=True)
+        with monkeypatch.context() as patch:
+            countdown = _kill_at(patch, moment)
+            try:
+                run(folder, resume=True)
+            except _Killed:
+                moments += 1
+        if countdown[0] > 0:
+            break  # the save was over before
+        run(folder, resume=True)
+        found = read_checkpoint(folder)
+        assert found.training is not None
+        assert found.training["is_finished"], moment
+        assert same(found.adapters["actor"].tensors, wanted.adapters["actor"].tensors), moment
+        assert sorted(path.name for path in (folder / "history").iterdir()) == ["step-00000004", "step-00000008"], (
+            moment
+        )
+        assert read_checkpoint(folder / "history" / "step-00000008").training["is_finished"]  # type: ignore[index]
+        assert verify(folder).is_ok, moment
+    assert moments > 15
+
+
+class _Killed(BaseException):
+    """Ends a run where SIGKILL would."""
+
+
+def _kill_at(patch: pytest.MonkeyPatch, moment: int) -> list[int]:
+    """End the run instead of the given touch of the disk, counted from 0; returns what is left of the count."""
+    left = [moment]
+
+    def ending(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise _Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (Path, "rename"),
+        (Path, "replace"),
+        (Path, "unlink"),
+        (Path, "symlink_to"),
+    ):
+        patch.setattr(owner, name, ending(getattr(owner, name)))
+    return left
 
 
 def test_what_the_resuming_call_says_counts_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from agilerl.checkpoint import (
@@ -52,12 +53,16 @@ class Keeper:
             )
             self._writer = BackgroundWriter() if options.async_save else None
 
-    def start(self, *, resumed: bool) -> None:
-        """Say what becomes of checkpoints that are in the folder already: this run's own, or replaced by its first."""
+    def start(self, resumed: Path | None) -> None:
+        """Say what becomes of checkpoints that are in the folder already: this run's own, or replaced by its first.
+
+        Args:
+            resumed: The checkpoint that the run goes on from, wherever it lies.
+        """
         if self._folder is None:
             return
-        if resumed:
-            self._folder.continue_run()
+        if resumed is not None:
+            self._folder.continue_run(resumed)
         elif found := existing_checkpoint(self._folder.path):
             _logger.warning(
                 "%s holds %s; the first save replaces it. resume=True goes on from it.", self._folder.path, found

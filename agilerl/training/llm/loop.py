@@ -144,11 +144,11 @@ def _train(run: Run) -> None:
         run.evaluation.measure(run.trainees, run.iteration, everything=True)
     except EvaluationStopped:
         run.stop_if_asked()  # saves; a resumed run has nothing left but this evaluation
-    if run.is_finished:
+    if run.is_finished and run.is_saved:
         return  # a finished run was resumed without a larger budget: all is on the disk already
-    run.is_finished = True
-    if run.evolution is not None:
+    if run.evolution is not None and not run.is_finished:
         run.evolution.end(run.trainees, fittest(run.trainees))
+    run.is_finished = True
     run.keeper.save_elite(run.trainees)
     run.save()
 

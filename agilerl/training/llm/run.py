@@ -47,6 +47,10 @@ def find_checkpoint(resume: bool | str | Path | None, folder: Path | None) -> Pa
     return found
 
 
+def _is_within(path: Path, folder: Path | None) -> bool:
+    return folder is None or path.resolve().is_relative_to(folder.resolve())
+
+
 @dataclasses.dataclass
 class Run:
     """The variables of the training loop, and its parts."""
@@ -62,6 +66,8 @@ class Run:
     stop: Stop
     iteration: int = 0
     is_finished: bool = False
+    is_saved: bool = False
+    """Whether the end of the run is in its own folder."""
 
     @property
     def is_spent(self) -> bool:
@@ -91,7 +97,8 @@ class Run:
         path = self.runtime.broadcast(path)  # one answer for all ranks, whatever their view of a shared disk
         if path is not None:
             self.restore(path)
-        self.keeper.start(resumed=path is not None)
+            self.is_saved = self.is_finished and self.runtime.broadcast(_is_within(path, self.options.folder))
+        self.keeper.start(path)
         return path is not None
 
     def state_dict(self) -> dict[str, Any]:
