@@ -22,30 +22,31 @@ def draw_dropped(x: Tensor, rate: float) -> Tensor:
     """Draw, from the global generator of the device, which elements of `x` are dropped.
 
     Returns:
-        Flat positions in ascending order, int32 or int64, or a mask of the shape of `x` that is True where dropped.
+        Flat positions in ascending order, int64, or a mask of the shape of `x` that is True where dropped.
     """
     count = x.numel()
     if x.device.type != "cpu" or rate > _SPARSE_RATE or rate < 1e-6 or count == 0:
         return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(rate)
-    dtype = torch.int32 if count < 2**31 - 1 else torch.int64
-    mean = count * rate
     pieces: list[Tensor] = []
     last = -1
     while last < count - 1:
-        # Six standard deviations above the mean: a second round is possible, and as good as never needed.
-        size = int(mean * (count - 1 - last) / count + 6 * math.sqrt(mean) + 16)
-        uniform = torch.rand(size)  # [0, 1), so that the logarithm of 1 - u is finite
-        gaps = uniform.neg_().log1p_().div_(math.log1p(-rate)).floor_().to(torch.int64).add_(1)
+        uniform = torch.empty(_enough((count - 1 - last) * rate)).uniform_(2**-25, 1.0)  # its logarithm is finite
+        gaps = uniform.log_().mul_(1.0 / math.log1p(-rate)).to(torch.int64).add_(1)
         positions = gaps.cumsum_(0).add_(last)
         last = int(positions[-1])
         pieces.append(positions)
     positions = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return positions[: int(torch.searchsorted(positions, count))].to(dtype)
+    return positions[: int(torch.searchsorted(positions, count))]
+
+
+def _enough(mean: float) -> int:
+    """Six standard deviations above the mean: a second round is possible, and as good as never needed."""
+    return int(mean + 6 * math.sqrt(mean) + 16)
 
 
 def zero_dropped_(x: Tensor, dropped: Tensor) -> Tensor:
     """Set the dropped elements of the contiguous `x` to zero, in place. Nothing is scaled."""
     if dropped.dtype == torch.bool:
         return x.masked_fill_(dropped, 0)
-    x.view(-1).index_fill_(0, dropped.long(), 0)
+    x.view(-1)[dropped] = 0
     return x

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["are_fast", "fast_forms"]
+__all__ = ["are_fast", "fast_forms", "in_micro_batch"]
 
 _depth = 0
 
@@ -30,3 +30,8 @@ def fast_forms() -> Iterator[None]:
 def are_fast() -> bool:
     """Whether the faster forms are to compute."""
     return _depth > 0 or torch.is_grad_enabled()
+
+
+def in_micro_batch() -> bool:
+    """Whether a micro-batch of this package is being computed: narrower than `are_fast`, for what models share."""
+    return _depth > 0

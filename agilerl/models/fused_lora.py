@@ -91,11 +91,10 @@ def _add_kept_(target: Tensor, left: Tensor, right: Tensor, dropped: Tensor | No
         target += zero_dropped_(left @ right, dropped)
     else:
         # Few positions: put their old values back, instead of making a second array of the size of the activation.
-        positions = dropped.long()
         flat = target.view(-1)
-        before = flat[positions]
+        before = flat[dropped]
         target.addmm_(left, right)
-        flat[positions] = before
+        flat[dropped] = before
 
 
 class FusedLoraLinear(LoraLinear):

@@ -116,7 +116,7 @@ def test_evaluation_in_a_micro_batch_rounds_as_training_does() -> None:
         with torch.no_grad():
             assert torch.equal(final_hidden_states(model, micro.inputs), trained)
     with torch.no_grad():
-        assert torch.allclose(model.model(micro.inputs["input_ids"][:, :9])[0], trained[:, :9], rtol=1e-5, atol=1e-6)
+        assert torch.allclose(model.model(micro.inputs["input_ids"][:, :9])[0], trained[:, :9], rtol=1e-5, atol=5e-6)
 
 
 def test_copies_stay_fused_and_modes_are_kept() -> None:

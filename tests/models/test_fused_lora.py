@@ -249,10 +249,16 @@ def test_positions_are_ascending_inside_and_follow_the_global_generator() -> Non
 
 def test_a_short_first_draw_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(100, 100)
-    draw = torch.rand
-    monkeypatch.setattr(torch, "rand", lambda size: draw(max(1, size // 10)))
+    rounds: list[float] = []
+
+    def too_few(mean: float) -> int:
+        rounds.append(mean)
+        return int(mean / 2) + 1
+
+    monkeypatch.setattr(dropout, "_enough", too_few)
     torch.manual_seed(0)
     dropped = dropout.draw_dropped(x, 0.1)
+    assert len(rounds) > 1
     assert 800 < len(dropped) < 1200
     assert int(dropped[-1]) > 9900
 
