@@ -1,9 +1,10 @@
 """Speed and memory of DPO: shared prompts, separate rows, and, where its environment exists, TRL.
 
-    python -m benchmarks.dpo [--pairs 200] [--repeats 3] [--subjects dpo-shared dpo-separate dpo-trl]
+    python -m benchmarks.dpo [--pairs 200] [--parts 5] [--subjects dpo-shared dpo-separate dpo-trl]
 
-All take the same pairs (prompts as long as both answers together), LoRA settings, batch and micro-batch, in turns. Rates
-count every token of both rows of a pair, so that they compare time for the same work.
+All take the same pairs (prompts as long as both answers together), LoRA settings, batch and micro-batch. The pairs come in
+parts, and the subjects take turns at each part, so that a machine whose speed drifts is the same for all. Rates count every
+token of both rows of a pair, over all parts, so that they compare time for the same work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a folder or a preset")
     parser.add_argument("--subjects", nargs="+", default=_SUBJECTS, choices=_SUBJECTS)
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--parts", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -52,9 +53,12 @@ def main() -> None:
     for subject in set(options.subjects) - set(subjects):
         print(f"{subject} is left out: run benchmarks/peers/setup trl first")
     results: dict[str, list[dict[str, Any]]] = {subject: [] for subject in subjects}
+    steps = max(1, options.pairs // options.parts // options.batch_size)
+    size = (1 + steps) * options.batch_size  # the first batch of a part is not timed
+    pairs = make_pairs(size * options.parts)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pairs.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in make_pairs(options.pairs)), encoding="utf-8")
         job = Job(
             model=model_folder(options.model),
             rows=str(path),
@@ -64,29 +68,43 @@ def main() -> None:
             micro_batch_size=options.micro_batch_size,
             threads=options.threads,
             warm_up=1,
-            steps=max(1, options.pairs // options.batch_size - 1),
+            steps=steps,
             dropout=0.0,
         )
-        for _ in range(options.repeats):
+        for part in range(options.parts):
+            rows = pairs[part * size : (part + 1) * size]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             for subject in subjects:
                 results[subject].append(measure(subject, job))
+            print(f"\n{(part + 1) * steps * options.batch_size} pairs\n")
+            print(table(_HEADER, _lines(results, one_thread=options.threads == 1)), flush=True)
+            options.output.write_text(
+                json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8"
+            )
+
+
+def _lines(results: dict[str, list[dict[str, Any]]], *, one_thread: bool) -> list[list[str]]:
     # With one thread the processor time is the better clock: it leaves out what other processes take.
-    clock = "tokens_per_cpu_s" if options.threads == 1 else "tokens_per_s"
+    clock = "tokens_per_cpu_s" if one_thread else "tokens_per_s"
     shared = results.get("dpo-shared", [])
-    speed, memory = median(shared, clock), median(shared, "peak_gb")
+    speed, memory = _rate(shared, clock), median(shared, "peak_gb")
     lines = []
     for subject, found in results.items():
-        rates = [median(found, name) for name in ("tokens_per_s", "tokens_per_cpu_s")]
-        rate, peak = median(found, clock), median(found, "peak_gb")
+        rate, peak = _rate(found, clock), median(found, "peak_gb")
         if rate is None or peak is None:
             lines.append([subject, found[-1].get("error", "?"), "", "", "", "", ""])
             continue
         ratios = [f"{speed / rate:.2f}" if speed else "", f"{memory / peak:.2f}" if memory else ""]
-        shown = [f"{value:.0f}" for value in rates if value is not None]
+        shown = [f"{_rate(found, name):.0f}" for name in ("tokens_per_s", "tokens_per_cpu_s")]
         lines.append([subject, *shown, ratios[0], f"{peak:.2f}", ratios[1], f"{found[-1]['losses'][0]:.5f}"])
-    print(table(_HEADER, lines))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8")
+    return lines
+
+
+def _rate(parts: list[dict[str, Any]], clock: str) -> float | None:
+    """Tokens of all parts over their time; None where one failed."""
+    if not parts or any(clock not in part for part in parts):
+        return None
+    return sum(part["tokens"] for part in parts) / sum(part["tokens"] / part[clock] for part in parts)
 
 
 if __name__ == "__main__":
