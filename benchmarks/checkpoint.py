@@ -9,7 +9,6 @@ ones reuse it, as a training run does, and those are what is reported.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.run import ROOT, machine, model_folder, table
+from benchmarks.run import ROOT, model_folder, table, write_results
 
 
 def _agent(model: str) -> Any:
@@ -104,8 +103,7 @@ def main() -> None:
         ["step beside the write", f"{result['step_beside_write_s']:.2f} s ({result['slowdown']:+.1%})"],
     ]
     print(table(["what", "measured"], rows))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n", encoding="utf-8")
+    write_results(options.output, **result)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 """Speed and memory of DPO: shared prompts, separate rows, and, where its environment exists, TRL.
 
-    python -m benchmarks.dpo [--pairs 200] [--parts 5] [--subjects dpo-shared dpo-separate dpo-trl]
+    python -m benchmarks.dpo [--pairs 200] [--parts 5] [--peer-parts 5] [--subjects dpo-shared dpo-separate dpo-trl]
 
 All take the same pairs (prompts as long as both answers together), LoRA settings, batch and micro-batch. The pairs come in
 parts, and the subjects take turns at each part, so that a machine whose speed drifts is the same for all. Rates count every
-token of both rows of a pair, over all parts, so that they compare time for the same work.
+token of both rows of a pair, over all parts, so that they compare time for the same work. A slow peer may take the first few
+parts only; ratios are always over the parts that both took.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import make_pairs
-from benchmarks.run import ROOT, available, machine, measure, median, model_folder, table
+from benchmarks.run import ROOT, SUBJECTS, available, measure, median, model_folder, table, write_jsonl, write_results
 from benchmarks.subjects.job import Job
 
 _SUBJECTS = ["dpo-shared", "dpo-separate", "dpo-trl"]
@@ -37,6 +37,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--subjects", nargs="+", default=_SUBJECTS, choices=_SUBJECTS)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--parts", type=int, default=5)
+    parser.add_argument("--peer-parts", type=int, default=5, help="parts that other packages take")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -56,7 +57,6 @@ def main() -> None:
     steps = max(1, options.pairs // options.parts // options.batch_size)
     size = (1 + steps) * options.batch_size  # the first batch of a part is not timed
     pairs = make_pairs(size * options.parts)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pairs.jsonl"
         job = Job(
@@ -73,26 +73,25 @@ def main() -> None:
         )
         for part in range(options.parts):
             rows = pairs[part * size : (part + 1) * size]
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            write_jsonl(path, rows)
             for subject in subjects:
-                results[subject].append(measure(subject, job))
+                if part < options.peer_parts or SUBJECTS[subject][1] is None:
+                    results[subject].append(measure(subject, job))
             print(f"\n{(part + 1) * steps * options.batch_size} pairs\n")
             print(table(_HEADER, _lines(results, one_thread=options.threads == 1)), flush=True)
-            options.output.write_text(
-                json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8"
-            )
+            write_results(options.output, results=results)
 
 
 def _lines(results: dict[str, list[dict[str, Any]]], *, one_thread: bool) -> list[list[str]]:
     # With one thread the processor time is the better clock: it leaves out what other processes take.
     clock = "tokens_per_cpu_s" if one_thread else "tokens_per_s"
-    shared = results.get("dpo-shared", [])
-    speed, memory = _rate(shared, clock), median(shared, "peak_gb")
     lines = []
     for subject, found in results.items():
+        shared = results.get("dpo-shared", [])[: len(found)]
+        speed, memory = _rate(shared, clock), median(shared, "peak_gb")
         rate, peak = _rate(found, clock), median(found, "peak_gb")
         if rate is None or peak is None:
-            lines.append([subject, found[-1].get("error", "?"), "", "", "", "", ""])
+            lines.append([subject, "not measured" if not found else found[-1].get("error", "?"), "", "", "", "", ""])
             continue
         ratios = [f"{speed / rate:.2f}" if speed else "", f"{memory / peak:.2f}" if memory else ""]
         shown = [f"{_rate(found, name):.0f}" for name in ("tokens_per_s", "tokens_per_cpu_s")]

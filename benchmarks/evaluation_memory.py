@@ -6,12 +6,11 @@ python -m benchmarks.evaluation_memory [--rows 200 2000] [--vocabulary 50000]
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.memory import peak_bytes
-from benchmarks.run import ROOT, machine, table
+from benchmarks.run import ROOT, table, write_results
 
 
 def evaluate(start: Callable[[], None], rows: int, vocabulary: int, length: int) -> None:
@@ -48,8 +47,7 @@ def main() -> None:
     logits = {rows: rows * options.length * options.vocabulary * 4 for rows in options.rows}
     lines = [[f"{rows}", f"{peak / 2**20:.1f}", f"{logits[rows] / 2**20:.0f}"] for rows, peak in results.items()]
     print(table(["rows", "growth of the peak, MiB", "their logits would take, MiB"], lines))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"machine": machine(), "bytes": results}, indent=1), encoding="utf-8")
+    write_results(options.output, bytes=results)
 
 
 if __name__ == "__main__":

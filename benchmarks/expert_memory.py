@@ -9,7 +9,6 @@ adds B A to the stack of all experts, so its peak grows with their number; group
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.memory import peak_bytes
-from benchmarks.run import ROOT, machine, table
+from benchmarks.run import ROOT, table, write_results
 
 
 def _model(experts: int, hidden: int, intermediate: int, rank: int, layers: int) -> Any:
@@ -99,9 +98,8 @@ def main() -> None:
         for r in results
     ]
     print(table(["experts", "dense deltas, MiB", "grouped, MiB", "without recomputing, MiB", "grouped / dense"], rows))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "experts")}
-    options.output.write_text(json.dumps({"machine": machine(), **settings, "results": results}, indent=1), "utf-8")
+    write_results(options.output, **settings, results=results)
 
 
 if __name__ == "__main__":

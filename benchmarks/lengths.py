@@ -6,14 +6,13 @@ python -m benchmarks.lengths [--rows 32] [--repeats 5]
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.run import ROOT, machine
+from benchmarks.run import ROOT, write_results
 from benchmarks.tiny import make_agent, make_batch, make_model
 
 
@@ -44,9 +43,7 @@ def main() -> None:
     cost = {kind: statistics.median(values) for kind, values in seconds.items()}
     ratio = cost["uneven"] / cost["equal"]
     print(f"seconds per token: {cost['uneven']:.3g} uneven, {cost['equal']:.3g} equal; ratio {ratio:.3f}")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    values = {"machine": machine(), "seconds_per_token": seconds, "ratio": ratio}
-    options.output.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    write_results(options.output, seconds_per_token=seconds, ratio=ratio)
 
 
 if __name__ == "__main__":

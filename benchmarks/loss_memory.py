@@ -8,7 +8,6 @@ The full way projects all positions, as `labels=` of a model does. The head is f
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.memory import peak_bytes
-from benchmarks.run import ROOT, machine, table
+from benchmarks.run import ROOT, table, write_results
 
 
 def _inputs(
@@ -68,9 +67,7 @@ def main() -> None:
         for r in results
     ]
     print(table(["positions", "ours, MiB", "full logits, MiB", "ratio"], rows))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    values = {"machine": machine(), "vocabulary": options.vocabulary, "share": options.share, "results": results}
-    options.output.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    write_results(options.output, vocabulary=options.vocabulary, share=options.share, results=results)
 
 
 if __name__ == "__main__":

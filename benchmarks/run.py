@@ -9,15 +9,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import make_rows
 from benchmarks.subjects.job import Job
 
-__all__ = ["ROOT", "SUBJECTS", "available", "machine", "measure", "median", "model_folder", "table", "write_rows"]
+__all__ = [
+    "ROOT",
+    "SUBJECTS",
+    "available",
+    "machine",
+    "measure",
+    "median",
+    "model_folder",
+    "table",
+    "write_jsonl",
+    "write_results",
+    "write_rows",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 _PEERS = Path(os.environ.get("BENCHMARK_PEERS", ROOT / "benchmarks/peers/.venvs"))
@@ -85,8 +96,19 @@ def model_folder(name: str) -> str:
 def write_rows(folder: Path, count: int, **options: Any) -> Path:
     """Write generated rows to a file."""
     path = folder / f"rows-{count}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows(count, **options)), encoding="utf-8")
+    write_jsonl(path, make_rows(count, **options))
     return path
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_results(path: Path, **values: Any) -> None:
+    """Write what was measured as JSON, with the machine that it was measured on; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), **values}, indent=1) + "\n", encoding="utf-8")
 
 
 def median(results: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -121,8 +143,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def with_job(job: Job, **changes: Any) -> Job:
-    """The same job with other settings."""
-    return replace(job, **changes)

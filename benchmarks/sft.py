@@ -10,12 +10,11 @@ is that of a process of its own, loading the model included.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import ROOT, available, machine, measure, median, model_folder, table, write_rows
+from benchmarks.run import ROOT, available, measure, median, model_folder, table, write_results, write_rows
 from benchmarks.subjects.job import Job
 
 _SUBJECTS = ["ours", "plain", "trl", "agilerl"]
@@ -99,7 +98,7 @@ def main() -> None:
     subjects = [subject for subject in options.subjects if available(subject)]
     for subject in set(options.subjects) - set(subjects):
         print(f"{subject} is left out: run benchmarks/peers/setup {subject} first")
-    report: dict[str, Any] = {"machine": machine(), "settings": []}
+    report: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         rows = write_rows(Path(folder), options.batch_size * (options.steps + options.warm_up))
         for dtype in options.dtypes:
@@ -124,11 +123,10 @@ def main() -> None:
                 ceiling = sorted(ceilings)[len(ceilings) // 2]
                 print(f"\n{dtype}, checkpointing {checkpointing}, ceiling {ceiling:.0f} tokens/s\n")
                 print(table(_HEADER, _lines(results, ceiling, job.threads == 1)), flush=True)
-                report["settings"].append({
+                report.append({
                     "dtype": dtype, "checkpointing": checkpointing, "ceilings": ceilings, "results": results,
                 })  # fmt: skip
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+                write_results(options.output, settings=report)
     print(f"\nwritten to {options.output}")
 
 

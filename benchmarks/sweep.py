@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import peak_bytes
-from benchmarks.run import ROOT, machine, table
+from benchmarks.run import ROOT, table, write_results
 
 _SWEEPS: dict[str, list[int]] = {
     "length": [64, 256, 1024],
@@ -56,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     rate_file = options.output.with_suffix(".rate")
-    report: dict[str, Any] = {"machine": machine(), "one_thread": True}
+    report: dict[str, list[dict[str, Any]]] = {}
     for axis in options.only:
         report[axis] = []
         for value in _SWEEPS[axis]:
@@ -71,7 +71,7 @@ def main() -> None:
             table([axis.replace("_", " "), "tokens per CPU second", "peak above the model, MiB"], lines) + "\n",
             flush=True,
         )
-        options.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_results(options.output, one_thread=True, **report)
     rate_file.unlink(missing_ok=True)
 
 

@@ -76,7 +76,8 @@ class SFT(LLMAlgorithm):
         lora_plus_ratio: Learning rate of the LoRA B factors relative to A's (LoRA+, arXiv 2402.12354).
         router_aux_loss_coef: Weight of the routers' balance in a mixture of experts, taken row by row (arXiv 2412.19437, section
             2.1.2), so that no batch size changes it; 0 leaves it out.
-        tokenizer: Saved with checkpoints; None takes the environment's when there is one.
+        tokenizer: Or the processor of a vision-language model; saved with checkpoints. None takes the environment's when
+            there is one.
 
     Raises:
         ValueError: A setting cannot be used, or settings contradict each other; all problems are told together.
