@@ -24,10 +24,9 @@ PACKED = [
 NATIVE = ["falcon", "falcon_alibi", "llama4_text", "gpt_neo"]
 PADDED = ["bloom", "mpt", "mamba", "mamba2", "rwkv", "lfm2", "qwen3_next", "jamba", "falcon_h1", "recurrent_gemma"]
 # Families whose own code computes a norm, the router or the scores in float32 even in a float64 model.
-LOOSE = dict.fromkeys([*PADDED, "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "deepseek_v3"], 1e-5) | {
-    "gpt_neo": 1e-7,
-    "llama4_text": 1e-5,
-}
+LOOSE = dict.fromkeys(
+    [*PADDED, "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "deepseek_v3", "gpt_neo", "llama4_text"], 1e-5
+)
 
 
 def samples() -> list[Sample]:
