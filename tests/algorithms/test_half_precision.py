@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from peft import LoraConfig
 
 from agilerl.algorithms.core import resources
 from agilerl.algorithms.sft import SFT
+from agilerl.models import rotary
 from tests.algorithms.test_exactness import make_batch
 from tests.helpers import tiny_model
 
@@ -21,20 +23,17 @@ def curve(dtype: torch.dtype, *, fast: bool, micro_batch_size: int) -> torch.Ten
     """Losses of a few steps, [STEPS], from the same weights (those of the bfloat16 model) whatever the dtype."""
     model = tiny_model("llama", dtype=torch.bfloat16).to(dtype)
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
-    with patch.object(resources, "accelerate", resources.accelerate if fast else lambda model: {}):
-        agent = SFT(
-            0,
-            "<pad>",
-            actor_network=model,
-            lora_config=config,
-            lr=2e-2,
-            batch_size=8,
-            micro_batch_size_per_gpu=micro_batch_size,
-        )
-    kinds = {type(module).__name__ for module in agent.actor.modules()}
-    assert ("FusedLoraLinear" in kinds) is fast
-    batch = make_batch()
-    return torch.tensor([agent.learn(copy.deepcopy(batch))["loss"] for _ in range(STEPS)], dtype=torch.float64)
+    settings = {"lr": 2e-2, "batch_size": 8, "micro_batch_size_per_gpu": micro_batch_size}
+    with ExitStack() as stack:
+        if not fast:
+            stack.enter_context(patch.object(resources, "accelerate", lambda model: {}))
+            # Rotations are replaced for all models of a family: a fast run before this one has done so.
+            stack.enter_context(patch.object(rotary, "in_micro_batch", lambda: False))
+        agent = SFT(0, "<pad>", actor_network=model, lora_config=config, **settings)
+        kinds = {type(module).__name__ for module in agent.actor.modules()}
+        assert ("FusedLoraLinear" in kinds) is fast
+        batch = make_batch()
+        return torch.tensor([agent.learn(copy.deepcopy(batch))["loss"] for _ in range(STEPS)], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("has_products", [True, False])
