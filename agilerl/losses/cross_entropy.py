@@ -77,7 +77,9 @@ def token_logprobs(hidden: Tensor, head: HeadLike, targets: Tensor, *, chunk_row
 
 
 def _tiles(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+    """As few tiles as `size` allows, as even as can be: a small last one would be slower per row."""
+    count = max(1, -(-rows // size))
+    return (slice(rows * i // count, rows * (i + 1) // count) for i in range(count if rows else 0))
 
 
 def _module_nll(head: HeadLike, hidden: Tensor, targets: Tensor, need_grad: bool) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -9,7 +12,9 @@ from torch import Tensor
 
 from agilerl.hardware import is_better_wide, widened
 
-__all__ = ["Plan", "Tile", "tile_gradient", "tile_nll"]
+__all__ = ["Plan", "Tile", "keeping_tile", "tile_gradient", "tile_nll"]
+
+_local = threading.local()
 
 
 class Plan(NamedTuple):
@@ -41,13 +46,45 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@contextmanager
+def keeping_tile() -> Iterator[None]:
+    """Let the tiles that this thread computes inside the block use one array, one after the other.
+
+    A processor's allocator gives an array of this size back to the system each time, which then clears every page of the
+    next one: a sixth of the time of the product that fills it.
+    """
+    if hasattr(_local, "kept"):  # the outermost block keeps it
+        yield
+        return
+    _local.kept = torch.empty(0)
+    try:
+        yield
+    finally:
+        del _local.kept
+
+
+def _room(rows: int, columns: int, like: Tensor) -> Tensor | None:
+    """An array to write a tile into; None to make a new one."""
+    kept: Tensor | None = getattr(_local, "kept", None)
+    if kept is None or like.device.type != "cpu" or torch.is_grad_enabled():
+        return None
+    if kept.numel() < rows * columns or kept.dtype != like.dtype:
+        _local.kept = kept = None  # before there is a second one
+        _local.kept = kept = torch.empty(rows * columns, dtype=like.dtype)
+    return kept[: rows * columns].view(rows, columns)
+
+
 def tile_nll(hidden: Tensor, targets: Tensor, plan: Plan, *, need_slope: bool) -> Tile:
     """Value of a tile: ``hidden`` [n, H], ``targets`` [n]."""
     weight = widened(plan.weight)
     rows = hidden.to(weight.dtype)
-    raw = rows @ weight.t() if plan.bias is None else torch.addmm(plan.bias.to(weight.dtype), rows, weight.t())
+    room = _room(rows.shape[0], weight.shape[0], weight)
+    if plan.bias is None:
+        raw = torch.mm(rows, weight.t(), out=room)
+    else:
+        raw = torch.addmm(plan.bias.to(weight.dtype), rows, weight.t(), out=room)
     logits = raw.to(accumulation_dtype(raw.dtype))  # [n, V]; the same tensor when it is float32 already
-    del raw, weight
+    del raw, weight, room
     if plan.scale != 1.0:
         logits.mul_(plan.scale)
     slope = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,12 @@ class PhaseTimer:
         finally:
             self._mark()
             self._stack.pop()
+
+    def credit(self, seconds: Mapping[str, float]) -> None:
+        """Give time that passed in no phase to phases, by the keys of :meth:`seconds`: what threads spent on them meanwhile."""
+        for name in LEARN_PHASES:
+            if name != "other":
+                self._seconds[name] += seconds.get(f"learn_phase_{name}_s", 0.0)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase so far, keyed ``learn_phase_<phase>_s``; their sum is the wall time since construction."""

@@ -3,12 +3,13 @@
 A packed row holds several samples one after the other, ``[1, T]``. The function here is registered with transformers'
 attention interface under the name `SEGMENTED`; a model computes with it while its configuration names it, which
 `Packer.running` sees to. The boundaries are looked up by the identity of the configuration object, which all attention
-modules of one model share and no two models do. They are kept for the whole process and not per thread, because
-gradient checkpointing recomputes blocks in threads that belong to autograd.
+modules of one model share and no two models do. They are kept per lane (`agilerl.lanes`); outside of lanes they are kept for the
+whole process and not per thread, because gradient checkpointing recomputes blocks in threads that belong to autograd.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from agilerl import lanes
 from agilerl.errors import ModelError
 from agilerl.models.halves import wide_attention
 from agilerl.models.varlen import varlen
@@ -107,6 +109,8 @@ class Segments:
 
 
 _active: dict[int, Segments] = {}
+_own: dict[int, tuple[int, Any]] = {}  # identity of a configuration -> (packed rows under way, the attention it names)
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -120,18 +124,34 @@ def attend(
         lengths: Tokens of each sample, in order.
         branches: See `Segments`; empty where no sample has two continuations.
     """
-    before = [config._attn_implementation_internal for config in configs]
     segments = Segments(tuple(lengths), tuple(branches))
+    active = _segments_by_config()
+    for config in configs:
+        active[id(config)] = segments
+        _switch(config, 1)
     try:
-        for config in configs:
-            _active[id(config)] = segments
-            # The internal field: the public setter also rewrites nested configurations, which may differ on purpose.
-            config._attn_implementation_internal = SEGMENTED
         yield segments
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-            _active.pop(id(config), None)
+        for config in configs:
+            _switch(config, -1)
+            active.pop(id(config), None)
+
+
+def _segments_by_config() -> dict[int, Segments]:
+    lane = lanes.current()
+    return _active if lane is None else lane.segments
+
+
+def _switch(config: Any, step: int) -> None:
+    """The first packed row switches the attention over, the last one back: lanes share the configuration."""
+    with _lock:
+        count, own = _own.get(id(config), (0, config._attn_implementation_internal))
+        _own[id(config)] = (count + step, own)
+        # The internal field: the public setter also rewrites nested configurations, which may differ on purpose.
+        config._attn_implementation_internal = SEGMENTED
+        if count + step == 0:
+            config._attn_implementation_internal = own
+            del _own[id(config)]
 
 
 def _explicit(
@@ -200,7 +220,7 @@ def segmented_attention(
     if attention_mask is not None or unknown:
         found = ", ".join(unknown) or "attention_mask"
         raise ModelError(f"Packed attention was given {found}, which it cannot honour; use the padded path instead.")
-    segments = _active.get(id(getattr(module, "config", None)))
+    segments = _segments_by_config().get(id(getattr(module, "config", None)))
     if segments is None or query.shape[2] != sum(segments.lengths) or key.shape[2] != query.shape[2]:
         raise ModelError("Packed attention was called outside of a packed micro-batch; use Packer.running.")
     segments.calls += 1

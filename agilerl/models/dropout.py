@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from agilerl import lanes
+
 __all__ = ["draw_dropped", "zero_dropped_"]
 
 # Above this rate, or off the CPU, a mask of one byte per element is faster.
@@ -19,18 +21,20 @@ _SPARSE_RATE = 0.2
 
 
 def draw_dropped(x: Tensor, rate: float) -> Tensor:
-    """Draw, from the global generator of the device, which elements of `x` are dropped.
+    """Draw, from the lane's generator or else the global one of the device, which elements of `x` are dropped.
 
     Returns:
         Flat positions in ascending order, int64, or a mask of the shape of `x` that is True where dropped.
     """
     count = x.numel()
     if x.device.type != "cpu" or rate > _SPARSE_RATE or rate < 1e-6 or count == 0:
-        return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(rate)
+        return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(rate, generator=lanes.generator())
     pieces: list[Tensor] = []
     last = -1
     while last < count - 1:
-        uniform = torch.empty(_enough((count - 1 - last) * rate)).uniform_(2**-25, 1.0)  # its logarithm is finite
+        uniform = torch.empty(_enough((count - 1 - last) * rate)).uniform_(
+            2**-25, 1.0, generator=lanes.generator()
+        )  # its logarithm is finite
         gaps = uniform.log_().mul_(1.0 / math.log1p(-rate)).to(torch.int64).add_(1)
         positions = gaps.cumsum_(0).add_(last)
         last = int(positions[-1])

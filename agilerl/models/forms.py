@@ -6,6 +6,7 @@ forward without gradients is left to the model's own code and gives what the sam
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,17 +15,23 @@ import torch
 __all__ = ["are_fast", "fast_forms", "in_micro_batch"]
 
 _depth = 0
+_lock = threading.Lock()  # lanes come and go at once
 
 
 @contextmanager
 def fast_forms() -> Iterator[None]:
     """Let the faster forms compute, whether gradients are wanted or not."""
-    global _depth
-    _depth += 1
+    _enter(1)
     try:
         yield
     finally:
-        _depth -= 1
+        _enter(-1)
+
+
+def _enter(step: int) -> None:
+    global _depth
+    with _lock:
+        _depth += step
 
 
 def are_fast() -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from agilerl.errors import ModelError
 
-__all__ = ["Head", "final_hidden_states", "find_head", "probing", "unwrap"]
+__all__ = ["Head", "final_hidden_states", "find_head", "is_backbone_run", "probing", "unwrap"]
 
 _SCALE_FIELDS = (
     "logit_scale",
@@ -84,6 +84,11 @@ def final_hidden_states(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """
     base = unwrap(model)
     return _run(base, getattr(base, _ROUTE, "backbone"), inputs)
+
+
+def is_backbone_run(model: nn.Module) -> bool:
+    """Whether `final_hidden_states` is a plain call of the backbone, without hooks set and taken away."""
+    return getattr(unwrap(model), _ROUTE, "backbone") == "backbone"
 
 
 def find_head(model: nn.Module) -> Head:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["MicroBatch", "Sample", "plan_packed", "plan_padded"]
+__all__ = ["MicroBatch", "Sample", "deal_to_lanes", "plan_packed", "plan_padded"]
 
 
 class Sample(NamedTuple):
@@ -89,8 +89,16 @@ def _first_fit(lengths: Sequence[int], order: list[int], max_rows: int | None, b
     return bins
 
 
-def plan_packed(lengths: Sequence[int], max_rows: int | None, token_budget: int | None) -> list[list[int]]:
+def _up_to(multiple: int, count: int, most: int) -> int:
+    return min(-(-count // multiple) * multiple, most)
+
+
+def plan_packed(
+    lengths: Sequence[int], max_rows: int | None, token_budget: int | None, *, multiple: int = 1
+) -> list[list[int]]:
     """Share rows out into as few micro-batches as the limits allow, with nearly equal token counts.
+
+    Their number is a multiple of `multiple` where there are rows enough.
 
     Equal counts keep the peak memory of a step low: nothing is gained by one micro-batch of only long rows. A row
     longer than ``token_budget`` gets a micro-batch of its own. Deterministic; the heaviest micro-batch comes first, so
@@ -101,14 +109,25 @@ def plan_packed(lengths: Sequence[int], max_rows: int | None, token_budget: int 
     order = _longest_first(lengths)
     if token_budget is None:
         num_bins = 1 if max_rows is None else -(-len(order) // max_rows)
-        bins = _balanced(lengths, order, num_bins, max_rows)
+        bins = _balanced(lengths, order, _up_to(multiple, num_bins, len(order)), max_rows)
     else:
         tight = _first_fit(lengths, order, max_rows, token_budget)
-        bins = _balanced(lengths, order, len(tight), max_rows)
+        bins = _balanced(lengths, order, _up_to(multiple, len(tight), len(order)), max_rows)
         limit = max(token_budget, lengths[order[0]])
         if any(sum(lengths[i] for i in rows) > limit for rows in bins):
             bins = tight
     return sorted(bins, key=lambda rows: (-sum(lengths[i] for i in rows), rows))
+
+
+def deal_to_lanes(loads: Sequence[int], num_lanes: int) -> list[list[int]]:
+    """Deal micro-batches, in the order given, each to the lane that has the least to compute; their numbers by lane."""
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    totals = [0] * num_lanes
+    for number, load in enumerate(loads):
+        lane = totals.index(min(totals))
+        lanes[lane].append(number)
+        totals[lane] += load
+    return lanes
 
 
 def plan_padded(lengths: Sequence[int], max_rows: int | None, token_budget: int | None) -> list[list[int]]:

@@ -19,11 +19,14 @@ from agilerl.errors import ConfigError, DataError
 from agilerl.models.attention import Segments, attend
 from agilerl.models.extras import PLAIN_INPUTS, join_extras
 from agilerl.models.forms import fast_forms
-from agilerl.models.microbatch import MicroBatch, Sample, plan_packed, plan_padded
+from agilerl.models.microbatch import MicroBatch, Sample, deal_to_lanes, plan_packed, plan_padded
 
 __all__ = ["Packer", "PackingPath", "attention_configs", "text_model"]
 
 PackingPath = Literal["packed", "native", "padded"]
+
+# The longest lane may take so many times its fair share. Beyond, all threads on one micro-batch after the other are faster.
+_UNEVEN = 1.1
 
 
 def text_model(model: Any) -> Any:
@@ -63,6 +66,7 @@ class Packer:
         weight_dtype: Dtype of the weights of targets.
         with_positions: Whether the model is handed ``position_ids``.
         masks_padding: Whether padding is masked. It need not be where nothing looks ahead: real tokens come first.
+        num_lanes: Micro-batches that may be computed side by side (`agilerl.lanes`); see `choose_lanes`.
     """
 
     path: PackingPath
@@ -71,6 +75,7 @@ class Packer:
     weight_dtype: torch.dtype = torch.float32
     with_positions: bool = True
     masks_padding: bool = True
+    num_lanes: int = 1
 
     def plan(self, lengths: Sequence[int], max_rows: int | None, token_budget: int | None = None) -> list[list[int]]:
         """Share rows out among micro-batches.
@@ -92,6 +97,30 @@ class Packer:
             token_budget = self.token_budget
         plan = plan_padded if self.path == "padded" else plan_packed
         return plan(lengths, max_rows, token_budget)
+
+    def plan_lanes(
+        self, lengths: Sequence[int], max_rows: int | None
+    ) -> tuple[list[list[int]], list[list[int]]] | None:
+        """Share rows out among smaller micro-batches that are computed side by side, together within the same limits.
+
+        Args:
+            lengths: Real tokens of each row.
+            max_rows: As for `plan`.
+
+        Returns:
+            Row indices of each micro-batch and, by lane, the numbers of those that it computes one after the other; None
+            where there is nothing to gain: one lane, too few rows, or rows too unlike.
+        """
+        n = self.num_lanes
+        rows = None if max_rows is None else max_rows // n
+        budget = self.token_budget // n if max_rows is None else None
+        if n == 1 or len(lengths) < n or rows == 0 or (budget is not None and max(lengths) > budget):
+            return None
+        micros = plan_packed(lengths, rows, budget, multiple=n)
+        loads = [sum(lengths[i] for i in rows) for rows in micros]
+        lanes = deal_to_lanes(loads, n)
+        longest = max(sum(loads[number] for number in lane) for lane in lanes)
+        return (micros, lanes) if longest * n <= _UNEVEN * sum(loads) else None
 
     def collate(self, samples: Sequence[Sample], device: torch.device | str) -> MicroBatch:
         """Build one micro-batch on `device`; no samples give a valid one whose weight is zero."""

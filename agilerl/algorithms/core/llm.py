@@ -102,7 +102,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
         if will_wrap:  # before the model is looked into: a sharding runtime loads the weights here
             model = self._runtime.prepare(model, gradient_checkpointing=settings.gradient_checkpointing)
         with self._runtime.running(model):
-            resources = Resources.of(model, settings, base)
+            is_alone = self._runtime.world_size == 1 and not self._runtime.lockstep
+            resources = Resources.of(model, settings, base, is_alone=is_alone)
         resources.is_wrapped = will_wrap
         self._adopt(resources)
         if will_wrap:

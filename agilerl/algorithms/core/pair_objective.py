@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agilerl.algorithms.core.schedule import Schedule
 from agilerl.distributed import Runtime
 from agilerl.losses import token_logprobs
 from agilerl.losses.preference import needs_reference, preference_loss
@@ -109,6 +110,12 @@ class PairObjective:
         """Row indices of each micro-batch; ``max_rows`` counts pairs."""
         return self.packer.plan(lengths, max_rows)
 
+    def plan_lanes(
+        self, lengths: Sequence[int], max_rows: int | None
+    ) -> tuple[list[list[int]], list[list[int]]] | None:
+        """Smaller micro-batches to compute side by side, and which lane computes which."""
+        return self.packer.plan_lanes(lengths, max_rows)
+
     def collate(self, rows: Sequence[Pair], device: torch.device) -> PairMicroBatch:
         """One micro-batch on the device."""
         keys = [pair_key(pair) for pair in rows]
@@ -118,11 +125,11 @@ class PairObjective:
         """Attention that keeps answers apart."""
         return self.packer.running(model, micro.micro)
 
-    def prepare(self, rows: Sequence[Pair], micros: Sequence[Sequence[int]], runtime: Runtime) -> None:
+    def prepare(self, rows: Sequence[Pair], schedule: Schedule, runtime: Runtime) -> None:
         """Compute what is missing of the reference, in the very micro-batches that the policy is about to compute.
 
-        The same shapes give the same rounding, so that policy and reference agree to the bit while they are equal. All
-        ranks take part where one lacks a value, as a sharded model needs.
+        The same shapes and threads give the same rounding, so that policy and reference agree to the bit while they are
+        equal. All ranks take part where one lacks a value, as a sharded model needs.
         """
         if not needs_reference(self.loss_type):
             return
@@ -132,11 +139,14 @@ class PairObjective:
         # Nothing that computes here requires a gradient, so no graph is kept. Gradient mode stays on all the same: modules
         # that round differently in it (fused norms and adapters) must do for the reference what they do for the policy.
         with torch.enable_grad(), self.as_reference() as (model, head):
-            for indices in micros:
+
+            def compute(indices: Sequence[int]) -> tuple[Sequence[bytes], list[list[float]]]:
                 micro = self.collate([rows[i] for i in indices], runtime.device)
                 with runtime.running(model), self.running(model, micro):
-                    sums = self._answers(model, head, micro)[0].detach().double().tolist()
-                for key, pair in zip(micro.keys, sums, strict=False):
+                    return micro.keys, self._answers(model, head, micro)[0].detach().double().tolist()
+
+            for keys, sums in schedule.each(compute):
+                for key, pair in zip(keys, sums, strict=False):
                     self.reference.values.setdefault(key, (pair[0], pair[1]))
 
     def loss(

@@ -18,6 +18,7 @@ from agilerl.models import moe
 from agilerl.models.accelerate import accelerate
 from agilerl.models.adapters import Adapters
 from agilerl.models.build import load_base_model, resolve_name
+from agilerl.models.choose_lanes import choose_lanes
 from agilerl.models.embeddings import embedding_rows
 from agilerl.models.head import Head, find_head, unwrap
 from agilerl.models.lora import adopt_adapter, attach_lora, config_differences
@@ -53,9 +54,11 @@ class Resources:
     optimizer_state: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, settings: LLMSettings, base: dict[str, Any]) -> Resources:
-        """Inspect a freshly built model on the base described by ``base``."""
+    def of(cls, model: nn.Module, settings: LLMSettings, base: dict[str, Any], *, is_alone: bool) -> Resources:
+        """Inspect a freshly built model on the base described by ``base``; alone, it shares its work with no process."""
         packer = choose_packer(model, positions_from_mask=settings.calc_position_embeddings)
+        if is_alone:
+            packer = replace(packer, num_lanes=choose_lanes(model, packer))
         adapters = Adapters(model) if isinstance(model, PeftModel) else None
         return cls(model, adapters, find_head(model), packer, base)
 

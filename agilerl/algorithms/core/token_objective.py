@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from agilerl.algorithms.core.schedule import Schedule
 from agilerl.distributed import Runtime
 from agilerl.losses import TokenSum, linear_cross_entropy
 from agilerl.models.head import Head, final_hidden_states
@@ -60,6 +61,12 @@ class TokenObjective:
         """Row indices of each micro-batch."""
         return self.packer.plan(lengths, max_rows)
 
+    def plan_lanes(
+        self, lengths: Sequence[int], max_rows: int | None
+    ) -> tuple[list[list[int]], list[list[int]]] | None:
+        """Smaller micro-batches to compute side by side, and which lane computes which."""
+        return self.packer.plan_lanes(lengths, max_rows)
+
     def collate(self, rows: Sequence[Sample], device: torch.device) -> MicroBatch:
         """One micro-batch on the device."""
         micro = self.packer.collate(rows, device)
@@ -67,7 +74,7 @@ class TokenObjective:
             micro.cell_rows = rows_of_cells(micro, self.lengths(rows)).to(device, non_blocking=True)
         return micro
 
-    def prepare(self, rows: Sequence[Sample], micros: Sequence[Sequence[int]], runtime: Runtime) -> None:
+    def prepare(self, rows: Sequence[Sample], schedule: Schedule, runtime: Runtime) -> None:
         """Nothing is needed beforehand."""
 
     def running(self, model: nn.Module, micro: MicroBatch) -> AbstractContextManager[object]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from agilerl.algorithms.core.plan import BatchPlan
+from agilerl.algorithms.core.schedule import Schedule
 from agilerl.distributed import Runtime
 from agilerl.errors import DataError, ModelError, NonFiniteError
 from agilerl.metrics import PhaseTimer
@@ -63,11 +65,17 @@ class Objective(Protocol[Row]):
         """Row indices of each micro-batch."""
         ...
 
+    def plan_lanes(
+        self, lengths: Sequence[int], max_rows: int | None
+    ) -> tuple[list[list[int]], list[list[int]]] | None:
+        """Smaller micro-batches to compute side by side and, by lane, their numbers; None where that does not pay."""
+        ...
+
     def collate(self, rows: Sequence[Row], device: torch.device) -> Any:
         """One micro-batch; no rows give a valid one that weighs nothing."""
         ...
 
-    def prepare(self, rows: Sequence[Row], micros: Sequence[Sequence[int]], runtime: Runtime) -> None:
+    def prepare(self, rows: Sequence[Row], schedule: Schedule, runtime: Runtime) -> None:
         """Compute what the loss of these micro-batches needs beforehand, on all ranks alike."""
         ...
 
@@ -128,15 +136,15 @@ class Updater(Generic[Row]):
     def evaluate(self, rows: Sequence[Row], max_rows: int | None) -> Sums:
         """Totals over this rank's and all other ranks' rows, without gradients."""
         sums = Sums()
-        micros, units = self._micro_batches(rows, max_rows)
-        totals: dict[str, Tensor] = {}
-        self.objective.prepare(rows, micros, self.runtime)
-        for indices in micros:
+        schedule, units = self._schedule(rows, max_rows, self._can_use_lanes())
+        self.objective.prepare(rows, schedule, self.runtime)
+
+        def compute(indices: Sequence[int]) -> dict[str, Tensor]:
             micro = self.objective.collate([rows[i] for i in indices], self.runtime.device)
             with self.runtime.running(self.model), self.objective.running(self.model, micro):
-                _, parts = self.objective.loss(self.model, micro, dict.fromkeys(units, 1.0))
-            _accumulate(totals, parts)
-        sums.add(self._reduced(totals), units)
+                return self.objective.loss(self.model, micro, dict.fromkeys(units, 1.0))[1]
+
+        sums.add(self._reduced(_totals(schedule.each(compute))), units)
         return sums
 
     def _step(
@@ -149,7 +157,8 @@ class Updater(Generic[Row]):
         timer: PhaseTimer,
     ) -> float:
         with timer.phase("prepare"):
-            micros, units = self._micro_batches(rows, max_rows)
+            parameters = optimizer.parameters
+            schedule, units = self._schedule(rows, max_rows, self._can_use_lanes(parameters))
             optimizer.zero_grad()
         required = self.objective.required()
         if not units[required] > 0:
@@ -158,25 +167,17 @@ class Updater(Generic[Row]):
                 "Check the prompt lengths, the response weights and the length limit."
             )
         with timer.phase("forward"):
-            self.objective.prepare(rows, micros, self.runtime)
-        totals: dict[str, Tensor] = {}
-        for number, indices in enumerate(micros):
-            with timer.phase("prepare"):
-                micro = self.objective.collate([rows[i] for i in indices], self.runtime.device)
-            is_last = number == len(micros) - 1
-            with self.runtime.micro_step(self.model, is_last=is_last), self.objective.running(self.model, micro):
-                with timer.phase("forward"), self.offload():
-                    loss, parts = self.objective.loss(self.model, micro, units)
-                with timer.phase("backward"):
-                    loss.backward()
-            _accumulate(totals, parts)
-            del loss, parts, micro
-        parameters = optimizer.parameters
+            self.objective.prepare(rows, schedule, self.runtime)
+        compute = partial(self._gradients, rows, schedule, units)
+        if len(schedule.lanes) == 1:
+            (parts,) = schedule.by_lane(lambda numbers: compute(numbers, Tensor.backward, timer))
+        else:
+            parts = _in_lanes(compute, schedule, parameters, timer)
         with timer.phase("grad_sync"):
             self._complete(parameters)
             self.runtime.reduce_gradients(parameters)
             norm = float(self.runtime.grad_norm(parameters))
-            reduced = self._reduced(totals)
+            reduced = self._reduced(_totals([parts[number] for number in sorted(parts)]))
         bad = [name for name, value in reduced.items() if not math.isfinite(value)]
         if bad or not math.isfinite(norm):
             optimizer.zero_grad()
@@ -192,14 +193,52 @@ class Updater(Generic[Row]):
         sums.add(reduced, units)
         return norm
 
-    def _micro_batches(self, rows: Sequence[Row], max_rows: int | None) -> tuple[list[list[int]], dict[str, float]]:
-        """Row indices of each micro-batch, equally many on every rank, and the units of all ranks' rows."""
+    def _gradients(
+        self,
+        rows: Sequence[Row],
+        schedule: Schedule,
+        units: Mapping[str, float],
+        numbers: Sequence[int],
+        backward: Callable[[Tensor], None],
+        timer: PhaseTimer,
+    ) -> dict[int, dict[str, Tensor]]:
+        """Forward and backward pass of the numbered micro-batches, one after the other; what each reports."""
+        reported: dict[int, dict[str, Tensor]] = {}
+        for number in numbers:
+            with timer.phase("prepare"):
+                micro = self.objective.collate([rows[i] for i in schedule.micros[number]], self.runtime.device)
+            is_last = number == len(schedule.micros) - 1
+            with self.runtime.micro_step(self.model, is_last=is_last), self.objective.running(self.model, micro):
+                with timer.phase("forward"), self.offload():
+                    loss, reported[number] = self.objective.loss(self.model, micro, units)
+                with timer.phase("backward"):
+                    backward(loss)
+            del loss, micro
+        return reported
+
+    def _schedule(
+        self, rows: Sequence[Row], max_rows: int | None, use_lanes: bool
+    ) -> tuple[Schedule, dict[str, float]]:
+        """The micro-batches, equally many on every rank, and the units of all ranks' rows."""
         local = self.objective.units(rows)
         names = sorted(local)
-        reduced = self.runtime.sum([local[name] for name in names])
-        micros = self.objective.plan(self.objective.lengths(rows), max_rows) if rows else []
+        units = dict(zip(names, self.runtime.sum([local[name] for name in names]), strict=True))
+        lengths = self.objective.lengths(rows)
+        planned = self.objective.plan_lanes(lengths, max_rows) if use_lanes and rows else None
+        if planned is not None:
+            return Schedule(*planned), units
+        micros = self.objective.plan(lengths, max_rows) if rows else []
         count = int(self.runtime.max([len(micros)])[0])
-        return micros + [[] for _ in range(count - len(micros))], dict(zip(names, reduced, strict=True))
+        return Schedule.in_turn(micros + [[] for _ in range(count - len(micros))]), units
+
+    def _can_use_lanes(self, parameters: Sequence[Tensor] = ()) -> bool:
+        """Whether there are threads, nothing that others set on model or thread would miss lanes, and gradients are small."""
+        trained = sum(p.numel() for p in parameters)
+        hooked = any(_has_hooks(module) for module in self.model.modules())
+        watched = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+        if torch.get_num_threads() == 1 or hooked or watched or torch.is_autocast_enabled("cpu"):
+            return False
+        return trained * 8 <= sum(p.numel() for p in self.model.parameters())
 
     def _reduced(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         names = sorted(totals)
@@ -223,6 +262,54 @@ class Updater(Generic[Row]):
             p.grad = torch.zeros_like(p)
 
 
-def _accumulate(totals: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    for name, value in parts.items():
-        totals[name] = totals[name] + value if name in totals else value
+def _totals(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    totals: dict[str, Tensor] = {}
+    for each in parts:
+        for name, value in each.items():
+            totals[name] = totals[name] + value if name in totals else value
+    return totals
+
+
+class _GradientSum:
+    """Gradients that one lane adds up, beside the parameters instead of in them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.values: list[Tensor | None] = [None] * len(self.parameters)
+
+    def add(self, loss: Tensor) -> None:
+        """Add the gradients of a loss."""
+        self.join(torch.autograd.grad(loss, self.parameters, allow_unused=True))
+
+    def join(self, values: Sequence[Tensor | None]) -> None:
+        """Add gradients; never in place, because one array may be the gradient of two parameters."""
+        self.values = [a if b is None else b if a is None else a + b for a, b in zip(self.values, values, strict=True)]
+
+
+def _in_lanes(
+    compute: Callable[[Sequence[int], Callable[[Tensor], None], PhaseTimer], dict[int, dict[str, Tensor]]],
+    schedule: Schedule,
+    parameters: Sequence[Tensor],
+    timer: PhaseTimer,
+) -> dict[int, dict[str, Tensor]]:
+    """Let every lane compute its micro-batches, then give the parameters the sum of its gradients, lane by lane."""
+
+    def one(numbers: Sequence[int]) -> tuple[dict[int, dict[str, Tensor]], _GradientSum, dict[str, float]]:
+        sums, clock = _GradientSum(parameters), PhaseTimer()
+        return compute(numbers, sums.add, clock), sums, clock.seconds()
+
+    found = schedule.by_lane(one, seed=int(torch.randint(2**62, ())))
+    total = _GradientSum(parameters)
+    for _, sums, seconds in found:
+        total.join(sums.values)
+        timer.credit({name: spent / len(found) for name, spent in seconds.items()})
+    for p, value in zip(parameters, total.values, strict=True):
+        # A copy, for the reason given in `join`: clipping writes into it.
+        p.grad = None if value is None else value.clone(memory_format=torch.contiguous_format)
+    return {number: parts for reported, _, _ in found for number, parts in reported.items()}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
