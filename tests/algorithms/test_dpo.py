@@ -180,7 +180,7 @@ def test_identical_answers_have_loss_ln_2_and_no_preference_gradient() -> None:
     perturbed(agent)
     metrics, grads = gradients_of_learn(agent, batch)
     assert metrics["preference_loss"] == pytest.approx(math.log(2), abs=1e-12)
-    assert metrics["accuracy"] == 0.0
+    assert metrics["reward_margin"] == pytest.approx(0.0, abs=1e-12)
     assert all(g.abs().max() < 1e-12 for g in grads.values())
 
 
