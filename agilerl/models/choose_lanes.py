@@ -13,6 +13,7 @@ from agilerl import lanes
 from agilerl.errors import ModelError
 from agilerl.models.head import final_hidden_states, is_backbone_run
 from agilerl.models.microbatch import Sample
+from agilerl.models.modules import in_mode
 from agilerl.models.packing import Packer, text_model
 
 __all__ = ["choose_lanes"]
@@ -54,19 +55,15 @@ def choose_lanes(model: nn.Module, packer: Packer) -> int:
 
 def _draws_in_lanes_only(model: nn.Module, packer: Packer) -> bool:
     micro = packer.collate([Sample(torch.tensor([1, 2, 3]), torch.ones(3))], "cpu")
-    modes = [(module, module.training) for module in model.modules()]
     before = torch.get_rng_state()
-    model.train()
     try:
-        with torch.no_grad():
+        with in_mode(model, training=True), torch.no_grad():
             lanes.run([partial(_forward, model, packer, micro)])
         return torch.equal(before, torch.get_rng_state())
     except ModelError:
         return False
     finally:
         torch.set_rng_state(before)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _forward(model: nn.Module, packer: Packer, micro: Any) -> None:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from agilerl.models.forms import are_fast
+from agilerl.models.modules import probing
 
 __all__ = ["install"]
 
@@ -183,27 +184,21 @@ def install(model: nn.Module) -> dict[str, int]:
     counts = {"norms": 0, "gated units": 0}
     norms: dict[Any, tuple[float, float, bool] | None] = {}
     gates: dict[type, bool] = {}
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for module, _ in modes:
-                if isinstance(module, _FusedNorm | _FusedGate):
-                    continue
-                weight = getattr(module, "weight", None)
-                key = (type(module), getattr(weight, "shape", None), getattr(weight, "dtype", None), _epsilon(module))
-                if key not in norms:
-                    norms[key] = _norm_settings(module)
-                if type(module) not in gates:
-                    gates[type(module)] = _is_gated_unit(module)
-                if (settings := norms[key]) is not None:
-                    module.__class__ = _mixed(_FusedNorm, type(module))
-                    module._fused_norm = settings  # type: ignore[assignment]
-                    counts["norms"] += 1
-                elif gates[type(module)]:
-                    module.__class__ = _mixed(_FusedGate, type(module))
-                    counts["gated units"] += 1
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with probing(model):
+        for module in model.modules():
+            if isinstance(module, _FusedNorm | _FusedGate):
+                continue
+            weight = getattr(module, "weight", None)
+            key = (type(module), getattr(weight, "shape", None), getattr(weight, "dtype", None), _epsilon(module))
+            if key not in norms:
+                norms[key] = _norm_settings(module)
+            if type(module) not in gates:
+                gates[type(module)] = _is_gated_unit(module)
+            if (settings := norms[key]) is not None:
+                module.__class__ = _mixed(_FusedNorm, type(module))
+                module._fused_norm = settings  # type: ignore[assignment]
+                counts["norms"] += 1
+            elif gates[type(module)]:
+                module.__class__ = _mixed(_FusedGate, type(module))
+                counts["gated units"] += 1
     return counts

@@ -22,6 +22,7 @@ from agilerl.hardware import is_better_wide
 from agilerl.models.dropout import draw_dropped, zero_dropped_
 from agilerl.models.forms import are_fast
 from agilerl.models.halves import WideLinear
+from agilerl.models.modules import has_hooks
 
 __all__ = ["FusedLoraLinear", "install"]
 
@@ -131,7 +132,7 @@ class FusedLoraLinear(LoraLinear):
             and b.bias is None
             and type(dropout) in (nn.Dropout, nn.Identity)
             and not (isinstance(dropout, nn.Dropout) and dropout.training and dropout.p >= 1.0)
-            and not any(_has_hooks(module) for module in (base, a, b, dropout))
+            and not any(has_hooks(module) for module in (base, a, b, dropout))
             and all(type(p) in (Tensor, nn.Parameter) for p in (base.weight, a.weight, b.weight))
             and base.weight.dtype == x.dtype
             and (a.weight.dtype == b.weight.dtype)
@@ -139,12 +140,6 @@ class FusedLoraLinear(LoraLinear):
             and not torch.is_autocast_enabled(x.device.type)
         )
         return name if is_plain else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def install(model: nn.Module) -> int:

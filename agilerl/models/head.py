@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agilerl.errors import ModelError
+from agilerl.models.modules import probing
 
-__all__ = ["Head", "final_hidden_states", "find_head", "is_backbone_run", "probing", "unwrap"]
+__all__ = ["Head", "final_hidden_states", "find_head", "is_backbone_run", "unwrap"]
 
 _SCALE_FIELDS = (
     "logit_scale",
@@ -123,19 +123,6 @@ def find_head(model: nn.Module) -> Head:
 
 def _text_config(base: PreTrainedModel) -> Any:
     return base.config.get_text_config()
-
-
-@contextmanager
-def probing(base: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every module's own mode comes back afterwards."""
-    modes = [(module, module.training) for module in base.modules()]
-    try:
-        base.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _find_map(base: PreTrainedModel, module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[float, float | None]:

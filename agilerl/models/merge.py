@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agilerl.errors import ModelError
-from agilerl.models.head import probing, unwrap
+from agilerl.models.head import unwrap
+from agilerl.models.modules import probing
 from agilerl.models.quantization import is_quantized, protect_quantized_layers
 from agilerl.models.tie import has_tied_head, untie_head
 

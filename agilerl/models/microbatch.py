@@ -62,7 +62,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _balanced(lengths: Sequence[int], order: list[int], num_bins: int, max_rows: int | None) -> list[list[int]]:
+def _balanced(lengths: Sequence[int], order: Sequence[int], num_bins: int, max_rows: int | None) -> list[list[int]]:
     """Deal rows, longest first, each to the lightest bin with room (Graham's longest-processing-time rule)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
@@ -121,13 +121,7 @@ def plan_packed(
 
 def deal_to_lanes(loads: Sequence[int], num_lanes: int) -> list[list[int]]:
     """Deal micro-batches, in the order given, each to the lane that has the least to compute; their numbers by lane."""
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    totals = [0] * num_lanes
-    for number, load in enumerate(loads):
-        lane = totals.index(min(totals))
-        lanes[lane].append(number)
-        totals[lane] += load
-    return lanes
+    return _balanced(loads, range(len(loads)), num_lanes, None)
 
 
 def plan_padded(lengths: Sequence[int], max_rows: int | None, token_budget: int | None) -> list[list[int]]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -22,6 +20,7 @@ from agilerl.errors import ConfigError, ModelError
 from agilerl.models.attention import Segments
 from agilerl.models.head import final_hidden_states, find_head
 from agilerl.models.microbatch import Sample
+from agilerl.models.modules import probing
 from agilerl.models.packing import Packer, PackingPath, text_model
 
 __all__ = ["choose_packer", "default_token_budget"]
@@ -48,19 +47,6 @@ def default_token_budget(model: nn.Module, *, on_gpu: bool | None = None) -> int
     per_token = 16 * 3 * hidden * max(layers, 1)
     budget = (8 if on_gpu else 1) * 2**30 // per_token
     return max(512, min(65_536 if on_gpu else 8_192, 2 ** max(budget, 1).bit_length() // 2))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off and no gradients; every module's own mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
@@ -182,7 +168,7 @@ def choose_packer(model: Any, *, positions_from_mask: bool = True, prefer: str |
     if any(parameter.is_meta for parameter in model.parameters()):
         return replace(base, reason="the weights are not loaded yet, so the model cannot be probed")
     find_head(model)  # settles how the model's hidden states are reached
-    with _evaluating(model):
+    with probing(model):
         if prefer == "padded":
             packer = _padded(model, base)
         elif prefer is not None:

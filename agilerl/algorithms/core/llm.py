@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -36,6 +36,7 @@ from agilerl.checkpoint import (
 from agilerl.distributed import Runtime, activation_offload, make_runtime
 from agilerl.errors import CheckpointError, ConfigError, ModelError
 from agilerl.metrics import PhaseTimer
+from agilerl.models.modules import in_mode
 from agilerl.models.share import share_base
 from agilerl.optim import CosineLRScheduleConfig, OptimizerWrapper, lr_multiplier, multiplier_function
 
@@ -396,16 +397,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
             return env.test_batches(limit=loop)
         return _reset_batches(env, loop)
 
-    @contextmanager
-    def _mode(self, *, training: bool) -> Generator[None, None, None]:
+    def _mode(self, *, training: bool) -> AbstractContextManager[None]:
         """Put the network in a mode; every module's own comes back afterwards."""
-        modes = [(module, module.training) for module in self.actor.modules()]
-        self.actor.train(training)
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        return in_mode(self.actor, training=training)
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from agilerl.algorithms.core.schedule import Schedule
 from agilerl.distributed import Runtime
 from agilerl.errors import DataError, ModelError, NonFiniteError
 from agilerl.metrics import PhaseTimer
+from agilerl.models.modules import has_hooks
 from agilerl.optim import OptimizerWrapper, clip_gradients
 
 __all__ = ["Objective", "Sums", "Updater"]
@@ -136,7 +137,7 @@ class Updater(Generic[Row]):
     def evaluate(self, rows: Sequence[Row], max_rows: int | None) -> Sums:
         """Totals over this rank's and all other ranks' rows, without gradients."""
         sums = Sums()
-        schedule, units = self._schedule(rows, max_rows, self._can_use_lanes())
+        schedule, units = self._schedule(rows, max_rows)
         self.objective.prepare(rows, schedule, self.runtime)
 
         def compute(indices: Sequence[int]) -> dict[str, Tensor]:
@@ -158,7 +159,7 @@ class Updater(Generic[Row]):
     ) -> float:
         with timer.phase("prepare"):
             parameters = optimizer.parameters
-            schedule, units = self._schedule(rows, max_rows, self._can_use_lanes(parameters))
+            schedule, units = self._schedule(rows, max_rows, parameters)
             optimizer.zero_grad()
         required = self.objective.required()
         if not units[required] > 0:
@@ -217,24 +218,24 @@ class Updater(Generic[Row]):
         return reported
 
     def _schedule(
-        self, rows: Sequence[Row], max_rows: int | None, use_lanes: bool
+        self, rows: Sequence[Row], max_rows: int | None, parameters: Sequence[Tensor] = ()
     ) -> tuple[Schedule, dict[str, float]]:
-        """The micro-batches, equally many on every rank, and the units of all ranks' rows."""
+        """The micro-batches, equally many on every rank, and the units of all ranks' rows; parameters get gradients."""
         local = self.objective.units(rows)
         names = sorted(local)
         units = dict(zip(names, self.runtime.sum([local[name] for name in names]), strict=True))
         lengths = self.objective.lengths(rows)
-        planned = self.objective.plan_lanes(lengths, max_rows) if use_lanes and rows else None
-        if planned is not None:
+        planned = self.objective.plan_lanes(lengths, max_rows)
+        if planned is not None and self._can_use_lanes(parameters):
             return Schedule(*planned), units
         micros = self.objective.plan(lengths, max_rows) if rows else []
         count = int(self.runtime.max([len(micros)])[0])
         return Schedule.in_turn(micros + [[] for _ in range(count - len(micros))]), units
 
-    def _can_use_lanes(self, parameters: Sequence[Tensor] = ()) -> bool:
+    def _can_use_lanes(self, parameters: Sequence[Tensor]) -> bool:
         """Whether there are threads, nothing that others set on model or thread would miss lanes, and gradients are small."""
         trained = sum(p.numel() for p in parameters)
-        hooked = any(_has_hooks(module) for module in self.model.modules())
+        hooked = any(has_hooks(module) for module in self.model.modules())
         watched = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
         if torch.get_num_threads() == 1 or hooked or watched or torch.is_autocast_enabled("cpu"):
             return False
@@ -307,9 +308,3 @@ def _in_lanes(
         # A copy, for the reason given in `join`: clipping writes into it.
         p.grad = None if value is None else value.clone(memory_format=torch.contiguous_format)
     return {number: parts for reported, _, _ in found for number, parts in reported.items()}
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
