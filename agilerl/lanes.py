@@ -23,7 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Lane", "current", "generator", "recomputing", "run"]
+__all__ = ["NUM_LANES", "Lane", "current", "generator", "pay_off", "recomputing", "run"]
+
+NUM_LANES = 2
+"""Micro-batches at a time, where there is more than one."""
+# In narrower models Python takes most of the time, and Python is what lanes cannot do at once.
+_LEAST_WIDTH = 256
 
 T = TypeVar("T")
 
@@ -42,6 +47,11 @@ class Lane:
 
 
 _local = threading.local()
+
+
+def pay_off(width: int) -> bool:
+    """Whether lanes shorten a step of a model of that hidden size on this processor."""
+    return width >= _LEAST_WIDTH and torch.get_num_threads() >= NUM_LANES
 
 
 def current() -> Lane | None:

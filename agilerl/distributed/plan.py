@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from agilerl import lanes
 from agilerl.distributed.checkpointing import text_blocks_of
 from agilerl.distributed.config import FSDPConfig
 from agilerl.distributed.skeleton import parameters_on_meta
@@ -204,6 +205,7 @@ def plan_of(
         gradient_checkpointing=gradient_checkpointing,
         is_full=is_full,
         is_on_cpu=device == "cpu",
+        may_use_lanes=world_size == 1 and fsdp is None and not is_full,
     )
     if fsdp is not None and device != "cpu":
         for name in ("weights", "gradients", "optimizer") if fsdp.cpu_offload else ():
@@ -275,6 +277,7 @@ def _passing_bytes(
     gradient_checkpointing: bool,
     is_full: bool,
     is_on_cpu: bool,
+    may_use_lanes: bool,
 ) -> dict[str, int]:
     """What comes and goes within a step."""
     arrays = [size * layout.compute // layout.tp for size in _block_arrays(config, counts)]
@@ -282,7 +285,12 @@ def _passing_bytes(
     whole = counts.blocks - kept
     inputs = kept * config.hidden_size * layout.compute
     parts = {"activations": workload.tokens * (inputs + whole * sum(arrays))}
-    loss = _loss_bytes(config, workload, layout.compute, trains_head=is_full)
+    num_lanes = lanes.NUM_LANES if is_on_cpu and may_use_lanes and lanes.pay_off(config.hidden_size) else 1
+    loss, tile = _loss_bytes(config, workload, layout.compute, trains_head=is_full, num_lanes=num_lanes)
+    if is_on_cpu and not is_full:
+        parts["logits"] = tile  # the array stays for the next micro-batch
+    else:
+        loss += tile
     again = workload.tokens * sum(arrays) if kept else 0
     # Blocks are recomputed one by one after the loss has freed what it needed.
     parts["loss" if loss >= again else "recomputed block"] = max(loss, again)
@@ -318,16 +326,21 @@ def _block_arrays(config: Any, counts: Counts) -> list[int]:
     ]
 
 
-def _loss_bytes(config: Any, workload: Workload, size: int, *, trains_head: bool) -> int:
-    """Hidden states at the targets with their gradient, a tile of logits, and what the head's weight needs.
+def _loss_bytes(config: Any, workload: Workload, size: int, *, trains_head: bool, num_lanes: int) -> tuple[int, int]:
+    """What the loss needs without and for tiles of logits, of which each lane has one.
 
-    A head in half precision is widened for the tile; the gradient of a trained one is summed in single precision, and
-    there are two of it when it is scaled, without a tile.
+    The first are hidden states at the targets with their gradient, and what the head's weight needs. A head in half
+    precision is widened for the tile; the gradient of a trained one is summed in single precision, and there are two of
+    it when it is scaled, without a tile.
     """
     weight = config.vocab_size * config.hidden_size * 4
-    rows = min(workload.targets, max(16, min(4096, TILE_LOGITS // config.vocab_size)))
-    tile = rows * config.vocab_size * 4 + (weight if size < 4 else 0)
-    return 2 * workload.targets * config.hidden_size * size + (weight + max(tile, weight) if trains_head else tile)
+    rows = min(-(-workload.targets // num_lanes), max(16, min(4096, TILE_LOGITS // config.vocab_size)))
+    tile = num_lanes * rows * config.vocab_size * 4
+    widened = num_lanes * weight if size < 4 else 0
+    hidden = 2 * workload.targets * config.hidden_size * size
+    if trains_head:
+        return hidden + weight + max(widened, weight - tile), tile
+    return hidden + widened, tile
 
 
 def _advice(

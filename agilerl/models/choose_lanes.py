@@ -20,9 +20,6 @@ __all__ = ["choose_lanes"]
 
 logger = logging.getLogger(__name__)
 
-_NUM_LANES = 2
-# In narrower models Python takes most of the time, and Python is what lanes cannot do at once.
-_LEAST_WIDTH = 256
 # Frequencies that a module changes while it runs.
 _MOVING_ROTATIONS = frozenset({"dynamic", "longrope"})
 
@@ -39,8 +36,7 @@ def choose_lanes(model: nn.Module, packer: Packer) -> int:
     can_run = (
         packer.path == "packed"
         and device.type == "cpu"
-        and torch.get_num_threads() >= _NUM_LANES
-        and int(getattr(text, "hidden_size", 0)) >= _LEAST_WIDTH
+        and lanes.pay_off(int(getattr(text, "hidden_size", 0)))
         and text is config
         and all(p.is_floating_point() for p in model.parameters())
         and not any(getattr(module, "rope_type", None) in _MOVING_ROTATIONS for module in model.modules())
@@ -50,7 +46,7 @@ def choose_lanes(model: nn.Module, packer: Packer) -> int:
     if not (can_run and _draws_in_lanes_only(model, packer)):
         return 1
     logger.info("Micro-batches are halved and computed two at a time.")
-    return _NUM_LANES
+    return lanes.NUM_LANES
 
 
 def _draws_in_lanes_only(model: nn.Module, packer: Packer) -> bool:
