@@ -7,10 +7,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import liger_kernel.transformers as liger
 import torch
 from job import finish, read_job
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# The package puts Liger's kernels into the model wherever that library is installed, and asks for the library; on a CPU
+# they fail at the first step.
+liger._apply_liger_kernel_to_instance = lambda *_, **__: None
 
 from agilerl.algorithms.sft import SFT
 
