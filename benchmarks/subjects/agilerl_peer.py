@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 # they fail at the first step.
 liger._apply_liger_kernel_to_instance = lambda *_, **__: None
 
-from agilerl.algorithms.sft import SFT
+from agilerl.algorithms.sft import SFT  # noqa: E402
 
 
 def main() -> None:
