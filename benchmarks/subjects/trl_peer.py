@@ -36,7 +36,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
     batches = job.batches()
-    rows = [{"prompt": row["prompt"], "completion": row["response"]} for batch in batches for row in batch]
+    # Tokens instead of text: TRL encodes prompt and completion in one, which moves newlines between them into the targets.
+    pairs = [job.encode(tokenizer, row) for batch in batches for row in batch]
+    rows = [{"input_ids": [*p, *r], "labels": [-100] * len(p) + r} for p, r in pairs]
     micro = job.micro_batch_size or job.batch_size
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
