@@ -48,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def keeping_tile() -> Iterator[None]:
-    """Let the tiles that this thread computes inside the block use one array, one after the other.
+    """Let the tiles that this thread computes inside the block use one array of each precision, one after the other.
 
     A processor's allocator gives an array of this size back to the system each time, which then clears every page of the
     next one: a sixth of the time of the product that fills it.
@@ -56,34 +56,42 @@ def keeping_tile() -> Iterator[None]:
     if hasattr(_local, "kept"):  # the outermost block keeps it
         yield
         return
-    _local.kept = torch.empty(0)
+    _local.kept = {}
     try:
         yield
     finally:
         del _local.kept
 
 
-def _room(rows: int, columns: int, like: Tensor) -> Tensor | None:
+def _room(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """An array to write a tile into; None to make a new one."""
-    kept: Tensor | None = getattr(_local, "kept", None)
-    if kept is None or like.device.type != "cpu" or torch.is_grad_enabled():
+    kept: dict[torch.dtype, Tensor] | None = getattr(_local, "kept", None)
+    if kept is None or device.type != "cpu" or torch.is_grad_enabled():
         return None
-    if kept.numel() < rows * columns or kept.dtype != like.dtype:
-        _local.kept = kept = None  # before there is a second one
-        _local.kept = kept = torch.empty(rows * columns, dtype=like.dtype)
-    return kept[: rows * columns].view(rows, columns)
+    if dtype not in kept or kept[dtype].numel() < rows * columns:
+        kept.pop(dtype, None)  # before there is a second one
+        kept[dtype] = torch.empty(rows * columns, dtype=dtype)
+    return kept[dtype][: rows * columns].view(rows, columns)
+
+
+def _cast(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tile in `dtype`: itself where it is so already, else written into the array kept for that precision."""
+    if tile.dtype == dtype:
+        return tile
+    room = _room(tile.shape[0], tile.shape[1], dtype, tile.device)
+    return tile.to(dtype) if room is None else room.copy_(tile)
 
 
 def tile_nll(hidden: Tensor, targets: Tensor, plan: Plan, *, need_slope: bool) -> Tile:
     """Value of a tile: ``hidden`` [n, H], ``targets`` [n]."""
     weight = widened(plan.weight)
     rows = hidden.to(weight.dtype)
-    room = _room(rows.shape[0], weight.shape[0], weight)
+    room = _room(rows.shape[0], weight.shape[0], weight.dtype, weight.device)
     if plan.bias is None:
         raw = torch.mm(rows, weight.t(), out=room)
     else:
         raw = torch.addmm(plan.bias.to(weight.dtype), rows, weight.t(), out=room)
-    logits = raw.to(accumulation_dtype(raw.dtype))  # [n, V]; the same tensor when it is float32 already
+    logits = _cast(raw, accumulation_dtype(raw.dtype))  # [n, V]; the same tensor when it is float32 already
     del raw, weight, room
     if plan.scale != 1.0:
         logits.mul_(plan.scale)
@@ -109,4 +117,5 @@ def tile_gradient(tile: Tile, targets: Tensor, factors: Tensor, plan: Plan) -> T
         gradient.mul_(tile.slope)
     if plan.scale != 1.0:
         gradient.mul_(plan.scale)
-    return gradient if is_better_wide(plan.weight) else gradient.to(plan.weight.dtype)
+    # In half precision this overwrites the products, which nothing needs any more.
+    return gradient if is_better_wide(plan.weight) else _cast(gradient, plan.weight.dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from agilerl.losses import TokenSum, default_chunk_rows, linear_cross_entropy, token_logprobs
+from agilerl.losses import TokenSum, default_chunk_rows, keeping_tile, linear_cross_entropy, token_logprobs
 
 N, H, V = 11, 8, 37
 
@@ -182,6 +183,24 @@ def test_a_bfloat16_gradient_is_scaled_in_full_precision() -> None:
     factor = 1.0 / 3.0  # rounds up by 2e-3 in bfloat16
     scaled = torch.autograd.grad(one * factor, [hidden])[0]
     torch.testing.assert_close(scaled, (unscaled.float() * factor).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("function", ["loss", "logprobs"])
+def test_tiles_that_share_arrays_give_the_same_bits(function: str, dtype: torch.dtype) -> None:
+    head = toy(dtype=dtype, trained=True, bias=True, softcap=3.0)
+    results = []
+    for kept in (False, True):
+        hidden, targets = rows(dtype)
+        with keeping_tile() if kept else nullcontext():
+            for size in (3, 4):  # tiles of several sizes, the later ones larger
+                if function == "loss":
+                    value = linear_cross_entropy(hidden, head, targets, torch.ones(N), chunk_rows=size).total
+                else:
+                    value = token_logprobs(hidden, head, targets, chunk_rows=size).sum()
+                results.append([value.detach(), *gradients(value, hidden, head)])
+    for alone, shared in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
 
 
 def test_infinities_and_nans_are_not_hidden() -> None:
