@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["is_better_wide", "widened"]
+__all__ = ["is_better_wide", "is_slow_to_start", "widened"]
 
 
 @lru_cache(maxsize=8)
@@ -25,6 +25,13 @@ def is_better_wide(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.bfloat16, torch.float16):
         return False
     return not _cpu_has_products(tensor.dtype)
+
+
+def is_slow_to_start(tensor: Tensor) -> bool:
+    """Whether products with ``tensor`` run on tiles (AMX), which small ones do not repay: setting up costs them most."""
+    check = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    is_here = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return is_here and check is not None and bool(check())
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A processor without bfloat16 instructions emulates them at a quarter of its float32 speed. There, a product is computed
 from operands widened on the fly and rounded once at the end, which is at least as exact: hardware accumulates in
-float32 as well.
+float32 as well. A processor that has them in tiles (AMX) is still the faster in float32 at the many small products of an
+attention's backward pass.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from agilerl.hardware import is_better_wide
+from agilerl.hardware import is_better_wide, is_slow_to_start
 
 __all__ = ["WideLinear", "install", "wide_attention"]
+
+_FEW_KEYS = 400
+"""Up to so many, tiled bfloat16 products make an attention's backward pass slower than float32 does."""
 
 
 class _WideProduct(torch.autograd.Function):
@@ -42,17 +46,20 @@ class _WideProduct(torch.autograd.Function):
 
 
 class _WideAttention(torch.autograd.Function):
-    """Scaled dot-product attention in float32, rounded to the dtype of ``q``; keeps unwidened arrays only.
+    """Scaled dot-product attention, the backward pass in float32 and rounded; keeps unwidened arrays only.
+
+    `wide` tells whether the forward pass is computed in float32 as well.
 
     PyTorch's processor kernels are called by name because what they keep for their backward pass would be float32.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        wide, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.float(), k.float(), v.float(), 0.0, mask is None, attn_mask=mask, scale=scale
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, wide: bool) -> Tensor:
+        work = torch.float32 if wide else q.dtype
+        result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.to(work), k.to(work), v.to(work), 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        out = wide.to(q.dtype)
+        out = result.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, sums, mask)
         ctx.scale = scale
         return out
@@ -65,11 +72,11 @@ class _WideAttention(torch.autograd.Function):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *wide, sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
         )
-        return *(t.to(q.dtype) for t in grads), None, None
+        return *(t.to(q.dtype) for t in grads), None, None, None
 
 
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
-    """Attention computed in float32 where that is faster, or None where it is not or cannot be.
+    """Attention with the passes computed in float32 that are faster so, or None where none is or can be.
 
     Args:
         q: ``[1, heads, T, d]``.
@@ -78,10 +85,14 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
         mask: Boolean ``[T, S]``, True where attention is allowed; None is causal.
         scale: Factor of the scores.
     """
-    if not is_better_wide(q) or q.dtype != k.dtype or q.dtype != v.dtype or q.shape[-1] != v.shape[-1]:
+    if q.dtype != k.dtype or q.dtype != v.dtype or q.shape[-1] != v.shape[-1]:
+        return None
+    wide = is_better_wide(q)
+    is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if not wide and not (is_trained and k.shape[2] <= _FEW_KEYS and is_slow_to_start(q)):
         return None
     bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-    return _WideAttention.apply(q, k, v, bias, scale)  # type: ignore[return-value]
+    return _WideAttention.apply(q, k, v, bias, scale, wide)  # type: ignore[return-value]
 
 
 class WideLinear(nn.Linear):
