@@ -52,5 +52,5 @@ def zero_dropped_(x: Tensor, dropped: Tensor) -> Tensor:
     """Set the dropped elements of the contiguous `x` to zero, in place. Nothing is scaled."""
     if dropped.dtype == torch.bool:
         return x.masked_fill_(dropped, 0)
-    x.view(-1)[dropped] = 0
+    x.view(-1).index_fill_(0, dropped, 0)
     return x

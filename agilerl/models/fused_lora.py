@@ -93,9 +93,9 @@ def _add_kept_(target: Tensor, left: Tensor, right: Tensor, dropped: Tensor | No
     else:
         # Few positions: put their old values back, instead of making a second array of the size of the activation.
         flat = target.view(-1)
-        before = flat[dropped]
+        before = flat.index_select(0, dropped)
         target.addmm_(left, right)
-        flat[dropped] = before
+        flat.index_copy_(0, dropped, before)
 
 
 class FusedLoraLinear(LoraLinear):
