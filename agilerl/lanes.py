@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_LANES", "Lane", "current", "generator", "pay_off", "recomputing", "run"]
+__all__ = ["NUM_LANES", "Lane", "current", "generator", "pay_off", "replay", "run"]
 
 NUM_LANES = 2
 """Micro-batches at a time, where there is more than one."""
@@ -115,13 +115,13 @@ def _in_lane(task: Callable[[], T], seed: int, threads: int, grad: bool) -> T:
         _local.lane = None
 
 
-def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for a checkpointed forward pass and its repetition, which draws again what the first one drew.
+def replay() -> Callable[[], AbstractContextManager[None]]:
+    """What makes contexts in which this lane draws again what it draws from now on.
 
-    PyTorch itself does so for the global generator.
+    PyTorch's checkpoints do so for the global generator.
     """
     lane = current()
-    return nullcontext(), nullcontext() if lane is None else _replaying(lane.generator, lane.generator.get_state())
+    return nullcontext if lane is None else partial(_replaying, lane.generator, lane.generator.get_state())
 
 
 @contextmanager

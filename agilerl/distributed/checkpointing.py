@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from agilerl import lanes
+from agilerl import recomputing
 
 __all__ = ["blocks_of", "layer_type_of", "set_gradient_checkpointing", "text_blocks_of"]
 
@@ -67,7 +67,7 @@ def set_gradient_checkpointing(
         Number of blocks that are checkpointed.
     """
     switched = 0
-    recompute = partial(checkpoint, use_reentrant=False, context_fn=lanes.recomputing)
+    recompute = partial(checkpoint, use_reentrant=False, context_fn=recomputing.contexts)
     chosen = set()
     for index, (name, block) in enumerate(blocks_of(model)):
         if index % every_n_blocks == 0 and not set(layer_type_of(model, name, block)) & set(skip_layer_types):

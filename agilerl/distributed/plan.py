@@ -283,8 +283,9 @@ def _passing_bytes(
     arrays = [size * layout.compute // layout.tp for size in _block_arrays(config, counts)]
     kept = -(-counts.blocks // layout.every) if gradient_checkpointing else 0
     whole = counts.blocks - kept
-    inputs = kept * config.hidden_size * layout.compute
-    parts = {"activations": workload.tokens * (inputs + whole * sum(arrays))}
+    # On a CPU a recomputed block keeps what its attention gave as well as its input (`agilerl.models.cpu_attention`).
+    stays = config.hidden_size + (_attention_sizes(config)[0] // layout.tp if is_on_cpu else 0)
+    parts = {"activations": workload.tokens * (kept * stays * layout.compute + whole * sum(arrays))}
     num_lanes = lanes.NUM_LANES if is_on_cpu and may_use_lanes and lanes.pay_off(config.hidden_size) else 1
     loss, tile = _loss_bytes(config, workload, layout.compute, trains_head=is_full, num_lanes=num_lanes)
     if is_on_cpu and not is_full:
@@ -314,9 +315,7 @@ def _block_arrays(config: Any, counts: Counts) -> list[int]:
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries = head * config.num_attention_heads
-    keys = head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    queries, keys = _attention_sizes(config)
     return [
         *[hidden] * 4,  # the block's input and the sum after attention, both normalised as well
         *[queries] * 3,  # rotated queries; attention's output, by sample and joined
@@ -324,6 +323,13 @@ def _block_arrays(config: Any, counts: Counts) -> list[int]:
         *[inner] * 3,  # gate, up and their product
         counts.adapter_rank,  # inner products of the adapters
     ]
+
+
+def _attention_sizes(config: Any) -> tuple[int, int]:
+    """Sizes, per token, of the queries and of the keys of all heads."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return head * config.num_attention_heads, head * keys
 
 
 def _loss_bytes(config: Any, workload: Workload, size: int, *, trains_head: bool, num_lanes: int) -> tuple[int, int]:

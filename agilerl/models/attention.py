@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from agilerl import lanes
 from agilerl.errors import ModelError
-from agilerl.models.halves import wide_attention
+from agilerl.models.cpu_attention import attention
 from agilerl.models.varlen import varlen
 
 __all__ = ["SEGMENTED", "Segments", "attend", "segmented_attention"]
@@ -239,7 +239,7 @@ def segmented_attention(
         if plain:
             masked = rows != columns or (bool(sliding_window) and columns > (sliding_window or 0))
             mask = segments.mask(rows, columns, sliding_window, q.device) if masked else None
-            out = None if dropout else wide_attention(q, k, v, mask, scale)
+            out = None if dropout else attention(q, k, v, mask, scale)
             if out is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped

@@ -10,6 +10,7 @@ yardstick.
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from agilerl.models.forms import are_fast
+from agilerl.models.halves import WideLinear
 from agilerl.models.modules import probing
 
 __all__ = ["install"]
@@ -67,13 +70,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-class _SiLUGate(torch.autograd.Function):
-    """``silu(gate) * up`` (arXiv 2002.05202); keeps its two inputs and recomputes the rest."""
+class _Operands(torch.autograd.Function):
+    """``gate``, kept with ``up``; stands for their product in backward.
+
+    They are kept before the product is computed: where a block is recomputed, it ends with the last thing that it keeps.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return gate.view_as(gate)
 
     @staticmethod
     @once_differentiable
@@ -82,6 +88,23 @@ class _SiLUGate(torch.autograd.Function):
         grad_gate = grad * up
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate, F.silu(gate).mul_(grad)
+
+
+class _Product(torch.autograd.Function):
+    """``silu(gate) * up``, whose gradients `_Operands` computes from the product's."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (arXiv 2002.05202); keeps its two inputs and recomputes the rest."""
+    return _Product.apply(_Operands.apply(gate, up), up.detach())  # type: ignore[return-value]
 
 
 class _FusedNorm:
@@ -107,7 +130,21 @@ class _FusedGate:
     def forward(self, x: Tensor) -> Tensor:
         if not are_fast():
             return super().forward(x)  # type: ignore[misc]
-        return self.down_proj(_SiLUGate.apply(self.gate_proj(x), self.up_proj(x)))
+        product = _silu_gate(self.gate_proj(x), self.up_proj(x))
+        with _keeping_weights() if _keeps_weights_only(self.down_proj) else nullcontext():
+            return self.down_proj(product)
+
+
+def _keeps_weights_only(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, WideLinear) and not any(p.requires_grad for p in module.parameters())
+
+
+def _keeping_weights() -> AbstractContextManager[None]:
+    """Leave what is kept for backward where it is, and out of what a recomputed block counts.
+
+    Frozen weights are in memory anyway. Were they counted, recomputation would go on until it comes to them.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agilerl"
 
 LAYERS = (
-    {"errors", "typing", "optional", "cache", "hardware", "lanes"},
+    {"errors", "typing", "optional", "cache", "hardware", "lanes", "recomputing"},
     {"config"},
     {"data", "models", "losses", "optim", "distributed", "metrics"},
     {"checkpoint"},

@@ -290,6 +290,21 @@ def test_a_long_stream_has_no_length_but_gives_each_row_once_per_pass() -> None:
     assert (env.num_epochs, env.reader.num_rows) == (2, None)
 
 
+@pytest.mark.parametrize("on_long", ["drop", "cut_response", "cut_prompt", "split"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_stream_is_cut_as_a_list_is(on_long: str) -> None:
+    data = [{"prompt": "p" * a, "response": "r" * b} for a, b in ((4, 5), (4, 15), (30, 9), (3, 40))]
+    settings = {"max_context_length": 16, "on_long": on_long}
+    listed = env_of(data, data[:1], **settings)
+    streamed = env_of(IterableDataset.from_generator(lambda: iter(data)), rows(1), stream_window=2, **settings)
+    found, expected = (
+        sorted((ids.tolist(), weights.tolist()) for ids, weights in samples_of(env.take(len(listed))))
+        for env in (streamed, listed)
+    )
+    assert len(expected) > (on_long != "drop")
+    assert found == expected
+
+
 @pytest.mark.parametrize("stopped_after", [2, 5, 10])
 def test_a_stream_is_resumed_where_it_stopped(stopped_after: int) -> None:
     straight = env_of(stream(25), stream_window=10)

@@ -1,4 +1,4 @@
-"""Attention in half precision on processors whose half-precision products are missing, or slow when small."""
+"""Attention on a processor: in float32 where half precision is slow, and not repeated where a block is recomputed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agilerl import hardware
-from agilerl.models import halves
-from agilerl.models.halves import wide_attention
+from agilerl.models import cpu_attention
+from agilerl.models.cpu_attention import attention
 
 MASKS = {
     "causal": None,
@@ -35,15 +35,15 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("has_products", [False, True], ids=["none", "tiled"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_wide_attention_is_at_least_as_exact_and_keeps_nothing_wide(
+def test_attention_is_at_least_as_exact_and_keeps_nothing_wide(
     mask: Tensor | None, has_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: has_products)
-    monkeypatch.setattr(halves, "is_slow_to_start", lambda _: has_products)
+    monkeypatch.setattr(cpu_attention, "is_slow_to_start", lambda _: has_products)
     inputs = draw(9 if mask is None else mask.shape[0])
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = wide_attention(*inputs, mask, 0.3)
+        out = attention(*inputs, mask, 0.3)
         assert out is not None
         assert all(t.dtype == torch.bfloat16 for t in kept if t.ndim == 4)
         assert sum(t.dtype == torch.bfloat16 for t in kept) == 4
@@ -61,21 +61,21 @@ def test_wide_attention_is_at_least_as_exact_and_keeps_nothing_wide(
 
 def test_where_products_are_tiled_only_a_short_backward_pass_is_computed_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: True)
-    monkeypatch.setattr(halves, "is_slow_to_start", lambda _: True)
+    monkeypatch.setattr(cpu_attention, "is_slow_to_start", lambda _: True)
     inputs = draw(9)
-    out = wide_attention(*inputs, None, 0.3)
+    out = attention(*inputs, None, 0.3)
     assert out is not None
     assert torch.equal(out, attend(inputs, None))
     with torch.no_grad():
-        assert wide_attention(*inputs, None, 0.3) is None
-    assert wide_attention(*(t.detach() for t in inputs), None, 0.3) is None
-    monkeypatch.setattr(halves, "_FEW_KEYS", 8)
-    assert wide_attention(*inputs, None, 0.3) is None
+        assert attention(*inputs, None, 0.3) is None
+    assert attention(*(t.detach() for t in inputs), None, 0.3) is None
+    monkeypatch.setattr(cpu_attention, "_FEW_KEYS", 8)
+    assert attention(*inputs, None, 0.3) is None
 
 
-def test_wide_attention_is_left_alone_where_the_processor_has_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_left_alone_where_the_processor_has_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: True)
-    monkeypatch.setattr(halves, "is_slow_to_start", lambda _: False)
-    assert wide_attention(*draw(9), None, 0.3) is None
+    monkeypatch.setattr(cpu_attention, "is_slow_to_start", lambda _: False)
+    assert attention(*draw(9), None, 0.3) is None
     monkeypatch.setattr(hardware, "_cpu_has_products", lambda _: False)
-    assert wide_attention(*(t.float() for t in draw(9)), None, 0.3) is None
+    assert attention(*(t.float() for t in draw(9)), None, 0.3) is None
